@@ -1,0 +1,1 @@
+"""Text to batches. Knows tokenizers, not models."""

@@ -1,0 +1,237 @@
+"""What a training run will take, told before it starts: tokens, steps, memory, disk. Builds no model.
+
+Tokens come from a random sample of the rows, sizes of the models from their configuration alone.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from spd_lightning.data.drop_report import SourceReport
+from spd_lightning.data.encode_pool import encode_chunk
+from spd_lightning.data.model_size import DrafterSize, TargetSize, read_target_size
+from spd_lightning.data.preparation import EncodingOptions
+from spd_lightning.data.rows import SourceRow
+from spd_lightning.data.sources import Source, iter_rows
+from spd_lightning.modules.features import FeatureLayout
+from spd_lightning.modules.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BYTES_PER_TOKEN_ON_DISK = 5
+"""An int32 id and an int8 answer mark."""
+BYTES_PER_TRAINED_PARAMETER = 16
+"""float32 weight, gradient and two AdamW moments."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The options of `model` that sizes depend on.
+
+    Args:
+        target: folder or hub id of the target.
+        num_stages: pipeline stages.
+        stage_layers: target layers per stage; as even as possible when absent.
+        anchors: target layers that the drafter reads, or `auto`.
+        rows: row types, `exact` or `shared`.
+        num_spec_layers: decoder layers of the drafter.
+        num_heads: query heads of the drafter; the target's when absent.
+        num_kv_heads: key and value heads of the drafter; the target's when absent.
+        head_dim: head width of the drafter; the target's when absent.
+        intermediate_size: MLP width of the drafter; the target's when absent.
+        feature_norm: `rms` has a gain for each anchor.
+        target_dtype: of the target's weights; `auto` keeps the checkpoint's.
+    """
+
+    target: str
+    num_stages: int
+    stage_layers: list[int] | None = None
+    anchors: list[int] | Literal["auto"] = "auto"
+    rows: Literal["exact", "shared"] = "exact"
+    num_spec_layers: int = 2
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    feature_norm: Literal["none", "rms"] = "rms"
+    target_dtype: str = "auto"
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """The options of `trainer` that steps depend on.
+
+    Args:
+        devices: ranks on each node; `auto` counts as 1.
+        num_nodes: nodes.
+        accumulate_grad_batches: batches of each optimizer step.
+        max_epochs: epochs; 1 unless given.
+        max_steps: optimizer steps at most; -1 for no limit.
+    """
+
+    devices: int | str | list[int] = 1
+    num_nodes: int = 1
+    accumulate_grad_batches: int = 1
+    max_epochs: int | None = None
+    max_steps: int = -1
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks over all nodes."""
+        if isinstance(self.devices, list):
+            per_node = len(self.devices)
+        else:
+            per_node = int(self.devices) if str(self.devices).isdecimal() else 1
+        return max(1, per_node) * self.num_nodes
+
+
+@dataclass(frozen=True)
+class SourceEstimate:
+    """One source, extrapolated from a sample to all of its rows.
+
+    Attributes:
+        report: of the sample; `read` counts the rows of the sample.
+        num_read: rows of the source.
+        weight: of the mix.
+        longest: tokens of the longest encoded row of the sample.
+    """
+
+    report: SourceReport
+    num_read: int
+    weight: float
+    longest: int
+
+    @property
+    def scale(self) -> float:
+        """Rows of the source for each row of the sample."""
+        return self.num_read / self.report.read if self.report.read else 0.0
+
+    def per_epoch(self, of_sample: int) -> float:
+        """A count of the sample, for an epoch of the whole source."""
+        return of_sample * self.scale * self.weight
+
+
+def sample_source(
+    source: Source, tokenizer: "PreTrainedTokenizerBase", options: EncodingOptions, sample_rows: int
+) -> SourceEstimate:
+    """Reads all rows of a source and encodes a random sample of them (all, if there are no more)."""
+    if sample_rows < 1:
+        raise ValueError(f"sample_rows={sample_rows}: at least one row is needed")
+    with tqdm(iter_rows(source), desc=f"reading {source.path}", unit=" rows", mininterval=0.5) as bar:
+        sample, num_read = _reservoir(iter(bar), sample_rows)
+    report = SourceReport(source.path)
+    chunk = encode_chunk(sample, tokenizer, asdict(options))
+    chunk.count(report)
+    return SourceEstimate(report, num_read, source.weight, max((len(ids) for ids in chunk.input_ids), default=0))
+
+
+def estimate_run(model: ModelOptions, trainer: TrainerOptions, data: Any, sample_rows: int = 1000) -> str:
+    """The estimate of a run as text.
+
+    Args:
+        model: of the drafter and the target.
+        trainer: of the run.
+        data: the options of the data module, as attributes.
+        sample_rows: rows of each source that are encoded.
+    """
+    tokenizer = load_tokenizer(model.target)
+    options = EncodingOptions(turns=data.turns, max_length=data.max_length, on_long=data.on_long)
+    target = read_target_size(model.target)
+    layout = FeatureLayout.build(target.num_layers, model.num_stages, model.stage_layers, model.anchors, model.rows)
+    drafter = DrafterSize.of(
+        target,
+        layout,
+        model.num_spec_layers,
+        draft_vocab_size=min(data.draft_vocab_size, len(tokenizer)),
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        intermediate_size=model.intermediate_size,
+        feature_norm=model.feature_norm,
+    )
+    sources = [sample_source(source, tokenizer, options, sample_rows) for source in data.sources]
+    lines = [*_token_lines(sources), *_step_lines(sources, trainer, data)]
+    lines += _memory_lines(target, drafter, layout, model.target_dtype, data, max(s.longest for s in sources))
+    lines += _disk_lines(sources, drafter)
+    return "\n".join(lines)
+
+
+def _reservoir(rows: Iterable[SourceRow], size: int) -> tuple[list[SourceRow], int]:
+    """A random sample of `size` rows without knowing how many there are, and their number."""
+    rng = np.random.default_rng(0)
+    sample: list[SourceRow] = []
+    number = 0
+    for number, row in enumerate(rows, start=1):
+        if len(sample) < size:
+            sample.append(row)
+        elif (place := int(rng.integers(number))) < size:
+            sample[place] = row
+    return sample, number
+
+
+def _token_lines(sources: Sequence[SourceEstimate]) -> list[str]:
+    lines = []
+    for source in sources:
+        report = source.report
+        exact = "" if source.scale == 1 else f" (from {report.read:,} of them)"
+        lines.append(
+            f"{report.source}: {source.num_read:,} rows read{exact}, {report.drop_fraction:.1%} dropped; an epoch has "
+            f"{source.per_epoch(report.rows):,.0f} training rows, {source.per_epoch(report.tokens):,.0f} tokens, "
+            f"{source.per_epoch(report.supervised_tokens):,.0f} supervised"
+        )
+        lines += [f"  dropped as {reason}: {entry.count / report.read:.1%}" for reason, entry in report.drops.items()]
+    return lines
+
+
+def _step_lines(sources: Sequence[SourceEstimate], trainer: TrainerOptions, data: Any) -> list[str]:
+    rows = sum(source.per_epoch(source.report.rows) for source in sources)
+    tokens = sum(source.per_epoch(source.report.tokens) for source in sources)
+    supervised = sum(source.per_epoch(source.report.supervised_tokens) for source in sources)
+    held_out = 0 if data.val_sources else min(data.val_rows, rows)
+    share = (rows - held_out) / rows if rows else 0.0
+    batches = math.ceil((rows - held_out) / (data.batch_size * trainer.num_ranks))
+    steps = math.ceil(batches / trainer.accumulate_grad_batches)
+    epochs = trainer.max_epochs if trainer.max_epochs is not None else 1
+    total = steps * epochs if trainer.max_steps < 0 else min(steps * epochs, trainer.max_steps)
+    global_batch = data.batch_size * trainer.num_ranks * trainer.accumulate_grad_batches
+    return [
+        f"training: {rows - held_out:,.0f} rows, {tokens * share:,.0f} tokens, {supervised * share:,.0f} supervised "
+        f"per epoch",
+        f"steps: {batches:,} batches of {data.batch_size} on each of {trainer.num_ranks} ranks, {steps:,} optimizer "
+        f"steps per epoch (global batch {global_batch}), {total:,} in all",
+    ]
+
+
+def _memory_lines(
+    target: TargetSize, drafter: DrafterSize, layout: FeatureLayout, dtype: str, data: Any, longest: int
+) -> list[str]:
+    weights = target.num_parameters * target.bytes_per_parameter(dtype)
+    trained = drafter.num_parameters * BYTES_PER_TRAINED_PARAMETER
+    states = data.batch_size * longest * (len(layout.anchors) + 1) * target.hidden_size * 4
+    activations = drafter.activation_bytes(data.batch_size * longest, layout.num_rows)
+    total = weights + trained + states + activations
+    return [
+        f"memory of a rank without sharding, roughly: {_size(total)}",
+        f"  target: {target.num_parameters:,} parameters, {_size(weights)}",
+        f"  drafter: {drafter.num_parameters:,} parameters, {_size(trained)} with gradients and AdamW",
+        f"  one batch of {data.batch_size} rows of {longest} tokens and {layout.num_rows} row types: "
+        f"{_size(states)} of target states, {_size(activations)} of activations",
+    ]
+
+
+def _disk_lines(sources: Sequence[SourceEstimate], drafter: DrafterSize) -> list[str]:
+    rows = sum(source.report.tokens * source.scale for source in sources) * BYTES_PER_TOKEN_ON_DISK
+    checkpoint = drafter.num_parameters * 12
+    return [
+        f"disk: {_size(rows)} of prepared rows; {_size(checkpoint)} for each checkpoint, "
+        f"{_size(drafter.num_parameters * 4)} for the drafter folder"
+    ]
+
+
+def _size(num_bytes: int | float) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.1f} MiB"

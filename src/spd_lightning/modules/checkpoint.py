@@ -1,0 +1,173 @@
+"""Drafter folders: `drafter.safetensors` and `config.json`, all that decoding needs beside the target.
+
+Knows file formats; knows neither the trainer nor the processes that use a drafter.
+"""
+
+import json
+import os
+import pickle
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from spd_lightning.modules.draft_vocab import DraftVocab
+from spd_lightning.modules.drafter import PipelineDraftModule
+from spd_lightning.modules.drafter_config import DrafterConfig
+from spd_lightning.modules.target import TargetShape
+
+FORMAT, FORMAT_VERSION = "spd-lightning-drafter", 1
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "drafter.safetensors"
+STATE_PREFIX = "drafter."
+RECORDED_PACKAGES = ("spd-lightning", "torch", "transformers", "lightning", "datasets")
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A drafter read from its folder: the module and the record beside it."""
+
+    module: PipelineDraftModule
+    record: dict[str, Any]
+
+
+def drafter_record(
+    config: DrafterConfig,
+    target_name: str,
+    target: TargetShape,
+    tokenizer: Mapping[str, Any],
+    draft_vocab: DraftVocab,
+    metrics: Mapping[str, float],
+) -> dict[str, Any]:
+    """The JSON that stands beside a drafter's weights.
+
+    Args:
+        config: shape and layout of the drafter.
+        target_name: folder or hub id that it was trained for.
+        target: the target's sizes, family and revision.
+        tokenizer: name, number of tokens, hash, template hash and EOS ids of the target's tokenizer.
+        draft_vocab: the draft vocabulary, which travels with the drafter.
+        metrics: the last logged figures.
+    """
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "method": "spd",
+        "schedule": "pre_step",
+        "drafter": config.to_dict(),
+        "norm_convention": "weight",  # gains are stored as they are applied, never as the `w` of `1 + w`
+        "rotary": {"theta": config.rope_theta, "dims": config.head_dim, "layout": "half_split"},
+        "target": {"name": target_name} | asdict(target),
+        "tokenizer": dict(tokenizer),
+        "draft_vocab": draft_vocab.to_json() | {"tokenizer_hash": tokenizer["hash"]},
+        "provenance": {
+            "command": shlex.join(sys.argv),
+            "python": platform.python_version(),
+            "versions": {package: version(package) for package in RECORDED_PACKAGES},
+            "metrics": dict(metrics),
+        },
+    }
+
+
+def save_drafter(folder: Path, state: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+    """Writes a drafter folder; each file appears whole or not at all, the configuration last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as scratch:
+        weights, config = Path(scratch) / WEIGHTS_FILE, Path(scratch) / CONFIG_FILE
+        save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, weights)
+        config.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        (folder / CONFIG_FILE).unlink(missing_ok=True)  # never an old configuration beside new weights
+        os.replace(weights, folder / WEIGHTS_FILE)
+        os.replace(config, folder / CONFIG_FILE)
+
+
+def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Drafter:
+    """Reads a drafter folder.
+
+    Raises:
+        ValueError: if the folder is missing, incomplete, of another format version or contradicts itself.
+    """
+    folder = Path(folder)
+    record = read_record(folder)
+    try:
+        config = DrafterConfig.from_dict(record["drafter"])
+        token_ids = record["draft_vocab"]["token_ids"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder / CONFIG_FILE}: incomplete or from another version ({error})") from error
+    weights = folder / WEIGHTS_FILE
+    if not weights.is_file():
+        raise ValueError(f"{folder}: {WEIGHTS_FILE} is missing; export the drafter again with `spd-train export`")
+    try:
+        state = load_file(weights)
+    except SafetensorError as error:
+        raise ValueError(f"{weights}: not a readable safetensors file ({error}); export the drafter again") from error
+    with torch.device("meta"):
+        module = PipelineDraftModule(config)
+    try:
+        module.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{weights} does not fit {CONFIG_FILE}: {' '.join(str(error).split())}") from error
+    if module.draft_token_ids.tolist() != token_ids:
+        raise ValueError(f"{folder}: the draft vocabularies of {CONFIG_FILE} and {WEIGHTS_FILE} differ")
+    return Drafter(module.to(device=device, dtype=dtype).eval().requires_grad_(False), record)
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The `config.json` of a drafter folder, format checked."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder}: no drafter here ({CONFIG_FILE} is missing); `spd-train fit` and `export` make one")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ValueError(f"{path}: not a drafter of this project (no format: {FORMAT!r})")
+    if record.get("format_version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{path}: format version {record.get('format_version')!r}; this release reads version {FORMAT_VERSION}"
+        )
+    return record
+
+
+def export_checkpoint(checkpoint: Mapping[str, Any], folder: Path) -> None:
+    """Writes the drafter folder of a loaded Lightning checkpoint.
+
+    Raises:
+        ValueError: if it holds no drafter.
+    """
+    if "drafter" not in checkpoint:
+        raise ValueError("the checkpoint holds no drafter: it was not written by `spd-train fit`")
+    state = {
+        name.removeprefix(STATE_PREFIX): value
+        for name, value in checkpoint["state_dict"].items()
+        if name.startswith(STATE_PREFIX)
+    }
+    save_drafter(folder, state, checkpoint["drafter"])
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """A Lightning checkpoint, from its file or from the folder that a sharded run writes; tensors on the CPU.
+
+    Raises:
+        ValueError: if there is none, or it cannot be read safely.
+    """
+    if path.is_dir():
+        from spd_lightning.modules.sharding import consolidate
+
+        return consolidate(path)
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no checkpoint here")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path}: not a readable checkpoint ({type(error).__name__})") from error

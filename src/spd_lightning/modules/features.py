@@ -1,0 +1,146 @@
+"""Which target states a token shows the drafter, at which depth (design §§2 and 4).
+
+Plain integers: the training mask and the decoder both read the one rule here. Knows no tensors.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from spd_lightning.modules.partition import check_stage_layers, even_stage_layers, stage_ends
+
+RowMode = Literal["exact", "shared"]
+
+
+def visible_depth(depth: int, distance: int, fill: int, num_stages: int) -> int:
+    """Depth at which a row of `depth` sees the position `distance` before it: `D(d, delta; a)` of design §4.
+
+    When the row was made, every younger token was one stage behind its predecessor, and only `fill` tokens were in
+    flight: what lay further back had left the pipeline.
+    """
+    if fill < num_stages and distance > 0 and depth + distance >= fill:
+        return num_stages
+    return min(num_stages, depth + distance)
+
+
+def auto_anchors(ends: Sequence[int]) -> tuple[int, ...]:
+    """Every stage boundary, with `L-1` in place of `L` unless the last stage begins there (design §2)."""
+    num_layers = ends[-1]
+    last = num_layers if ends[-2] == num_layers - 1 else num_layers - 1
+    return (*ends[:-1], last)
+
+
+@dataclass(frozen=True)
+class FeatureLayout:
+    """How a drafter sees the target: stages, anchors and row types. Part of the drafter, saved with it.
+
+    Args:
+        stage_layers: layers per stage; their sum is the number of target layers `L`.
+        anchors: layers whose raw output the drafter reads, ascending, beginning with 0 (the embedding).
+        rows: `exact` has one row type per depth `0..n`; `shared` one per reachable anchor count.
+    """
+
+    stage_layers: tuple[int, ...]
+    anchors: tuple[int, ...]
+    rows: RowMode
+
+    def __post_init__(self) -> None:
+        if self.rows not in ("exact", "shared"):
+            raise ValueError(f"rows={self.rows!r}: must be 'exact' or 'shared'")
+        anchors = list(self.anchors)
+        if not anchors or anchors[0] != 0:
+            raise ValueError(f"anchors={anchors}: the first anchor must be 0, the embedding: a new token has no other")
+        if any(later <= earlier for earlier, later in zip(anchors, anchors[1:], strict=False)):
+            raise ValueError(f"anchors={anchors} must ascend without repeats")
+        if anchors[-1] > self.num_layers:
+            raise ValueError(f"anchors={anchors}: the target has {self.num_layers} layers, so anchors end there")
+
+    @classmethod
+    def build(
+        cls,
+        num_layers: int,
+        num_stages: int,
+        stage_layers: Sequence[int] | None = None,
+        anchors: Sequence[int] | Literal["auto"] = "auto",
+        rows: RowMode = "exact",
+    ) -> "FeatureLayout":
+        """The layout for a target of `num_layers`; even stages and anchors at every boundary unless given.
+
+        Warns when an anchor is never the deepest of any depth: its projection would never be used.
+        """
+        if stage_layers is None:
+            split = even_stage_layers(num_layers, num_stages)
+        else:
+            split = check_stage_layers(stage_layers, num_layers, num_stages)
+        if isinstance(anchors, str):
+            if anchors != "auto":
+                raise ValueError(f"anchors={anchors!r}: give a list of layers or 'auto'")
+            anchors = auto_anchors(stage_ends(split))
+        layout = cls(stage_layers=split, anchors=tuple(anchors), rows=rows)
+        if unused := [layout.anchors[i] for i in range(len(layout.anchors)) if i not in layout.used_anchor_indices]:
+            warnings.warn(
+                f"anchors {unused} are never the deepest anchor of any depth (stages end at {layout.stage_ends}): "
+                "they get no row and no projection of their own",
+                stacklevel=2,
+            )
+        return layout
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_layers)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.stage_layers)
+
+    @cached_property
+    def stage_ends(self) -> tuple[int, ...]:
+        """`e_0=0 .. e_n=L`."""
+        return stage_ends(self.stage_layers)
+
+    def deepest_anchor(self, depth: int) -> int:
+        """`agg(k)`: index of the deepest anchor that a token of this depth has passed."""
+        return max(i for i, anchor in enumerate(self.anchors) if anchor <= self.stage_ends[depth])
+
+    @cached_property
+    def used_anchor_indices(self) -> tuple[int, ...]:
+        """The values that `deepest_anchor` takes: the anchor counts (less one) that have a projection."""
+        return tuple(sorted({self.deepest_anchor(depth) for depth in range(self.num_stages + 1)}))
+
+    @cached_property
+    def row_depths(self) -> tuple[int, ...]:
+        """The depth that each row type stands for, ascending; the first is 0.
+
+        The last row type shows what left the pipeline. Shared rows are represented by the smallest depth of their
+        anchor count.
+        """
+        depths = range(self.num_stages + 1)
+        if self.rows == "exact":
+            return tuple(depths)
+        return tuple(min(d for d in depths if self.deepest_anchor(d) == index) for index in self.used_anchor_indices)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_depths)
+
+    def row_of_depth(self, depth: int) -> int:
+        """The row type that shows a token of this depth."""
+        if self.rows == "exact":
+            return depth
+        return self.used_anchor_indices.index(self.deepest_anchor(depth))
+
+    def visibility_table(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Row type seen by each row type at each distance: entry `[a-1][row][min(distance, n)]` for fill `a`.
+
+        Beyond `n` nothing changes any more, so this table of `n x R x (n+1)` integers is the whole structural mask.
+        """
+        n = self.num_stages
+        return tuple(
+            tuple(
+                tuple(self.row_of_depth(visible_depth(depth, distance, fill, n)) for distance in range(n + 1))
+                for depth in self.row_depths
+            )
+            for fill in range(1, n + 1)
+        )

@@ -1,0 +1,178 @@
+"""Acceptance at every fill level, and what it implies for decoding (design §4, "Metrics").
+
+Knows flat lists of supervised positions; pools over batches and ranks, never averages ratios.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from torchmetrics import Metric
+
+from spd_lightning.modules.losses import TargetHead, chunk_size, wide
+
+TOP_K = 50
+"""The top-k of the sampled evaluation (design §9)."""
+
+
+@dataclass(frozen=True)
+class ImpliedFigures:
+    """What decoding would do at these acceptance rates.
+
+    Attributes:
+        judged_per_flush: `E`, the expected number of judgements between two flushes.
+        acceptance: `p = 1 - 1/E`.
+        tokens_per_cycle: `alpha = E / (E + n - 1)`.
+        speedup: `S0 = n * alpha`, with free drafting.
+    """
+
+    judged_per_flush: float
+    acceptance: float
+    tokens_per_cycle: float
+    speedup: float
+
+
+def implied_figures(acceptance_by_fill: Sequence[float]) -> ImpliedFigures:
+    """Figures implied by `p_1 .. p_n`: `E = 1 + p_1 + p_1 p_2 + ...`, with `p_a = p_n` beyond `n`.
+
+    After a flush the first judged draft was made at fill 1, the next at fill 2 and so on, until the pipeline is full.
+
+    Raises:
+        ValueError: if a rate is outside `[0, 1]`.
+    """
+    for fill, rate in enumerate(acceptance_by_fill, start=1):
+        if not 0 <= rate <= 1:
+            raise ValueError(f"acceptance {rate} at fill {fill} is outside [0, 1]")
+    num_stages = len(acceptance_by_fill)
+    expected, reached = 1.0, 1.0
+    for rate in acceptance_by_fill[:-1]:
+        reached *= rate
+        expected += reached
+    steady = acceptance_by_fill[-1]
+    reached *= steady
+    if reached > 0:
+        expected = math.inf if steady == 1 else expected + reached / (1 - steady)
+    if math.isinf(expected):
+        return ImpliedFigures(expected, 1.0, 1.0, float(num_stages))
+    alpha = expected / (expected + num_stages - 1)
+    return ImpliedFigures(expected, 1 - 1 / expected, alpha, num_stages * alpha)
+
+
+@dataclass(frozen=True)
+class AcceptanceSums:
+    """Sums over positions, one entry per fill level.
+
+    Attributes:
+        matched: drafts equal to the target's argmax over the full vocabulary.
+        overlap: `sum_v min(P_v, Q_v)` at `T = 1`, `P` over the full vocabulary.
+        overlap_top_k: the same with both laws cut to their `TOP_K` best tokens first.
+        kl: `KL(P || Q)`, `P` renormalised on the draft vocabulary.
+        covered: positions whose target argmax is in the draft vocabulary (the same at every fill).
+        positions: positions (the same at every fill).
+    """
+
+    matched: Float[Tensor, " fills"]
+    overlap: Float[Tensor, " fills"]
+    overlap_top_k: Float[Tensor, " fills"]
+    kl: Float[Tensor, " fills"]
+    covered: Float[Tensor, " fills"]
+    positions: Float[Tensor, " fills"]
+
+
+def keep_top_k(probs: Float[Tensor, "positions vocab"], k: int) -> Float[Tensor, "positions vocab"]:
+    """The law after top-k: the `k` most probable tokens, renormalised."""
+    values, indices = probs.topk(min(k, probs.shape[-1]), dim=-1)
+    return torch.zeros_like(probs).scatter(-1, indices, values / values.sum(dim=-1, keepdim=True))
+
+
+@torch.no_grad()
+def acceptance_sums(
+    drafter_states: Sequence[Float[Tensor, "positions dim"]],
+    draft_head: Float[Tensor, "draft_vocab dim"],
+    draft_token_ids: Int[Tensor, " draft_vocab"],
+    target_states: Float[Tensor, "positions dim"],
+    head: TargetHead,
+) -> AcceptanceSums:
+    """Compares drafts and target at the same positions for several fill levels, in chunks of positions.
+
+    Args:
+        drafter_states: the drafter's normed outputs, one tensor per fill level.
+        draft_head: the drafter's head rows.
+        draft_token_ids: target ids of the draft vocabulary.
+        target_states: the target's final-normed states.
+        head: the target's head.
+    """
+    sums = {
+        name: torch.zeros(len(drafter_states), dtype=torch.float64, device=target_states.device)
+        for name in AcceptanceSums.__dataclass_fields__
+    }
+    size = chunk_size(head.num_tokens)
+    for start in range(0, target_states.shape[0], size):
+        chunk = slice(start, start + size)
+        target_logits = head.logits(target_states[chunk])
+        greedy = target_logits.argmax(dim=-1)
+        target_probs = target_logits.softmax(dim=-1)
+        target_on_draft = target_probs[:, draft_token_ids]
+        top_on_draft = keep_top_k(target_probs, TOP_K)[:, draft_token_ids]
+        target_logs = F.log_softmax(target_logits[:, draft_token_ids], dim=-1)
+        sums["covered"] += torch.isin(greedy, draft_token_ids).sum()
+        sums["positions"] += greedy.shape[0]
+        for index, states in enumerate(drafter_states):
+            draft_logits = wide(F.linear(states[chunk], draft_head))
+            draft_logs = draft_logits.log_softmax(dim=-1)
+            draft_probs = draft_logs.exp()
+            sums["matched"][index] += (draft_token_ids[draft_logits.argmax(dim=-1)] == greedy).sum()
+            sums["overlap"][index] += torch.minimum(target_on_draft, draft_probs).sum()
+            sums["overlap_top_k"][index] += torch.minimum(top_on_draft, keep_top_k(draft_probs, TOP_K)).sum()
+            sums["kl"][index] += (target_logs.exp() * (target_logs - draft_logs)).sum()
+    return AcceptanceSums(**sums)
+
+
+class FillAcceptance(Metric):
+    """Pooled acceptance by fill level and the figures that it implies.
+
+    Args:
+        num_stages: `n`; fill levels are `1..n`.
+    """
+
+    full_state_update = False
+    higher_is_better = True
+
+    def __init__(self, num_stages: int) -> None:
+        super().__init__()
+        self.num_stages = num_stages
+        for name in AcceptanceSums.__dataclass_fields__:
+            self.add_state(name, torch.zeros(num_stages, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, sums: AcceptanceSums) -> None:
+        for name in AcceptanceSums.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(sums, name).to(self.device))
+
+    def compute(self) -> dict[str, float]:
+        """`p_fill_a`, `p_t1_fill_a`, ... and the implied figures; empty before the first supervised position."""
+        positions = float(cast(Tensor, self.positions)[0])
+        if not positions:
+            return {}
+
+        def rates(name: str) -> list[float]:
+            return [min(1.0, value / positions) for value in getattr(self, name).tolist()]
+
+        figures: dict[str, float] = {
+            "loss": float(cast(Tensor, self.kl)[-1]) / positions,
+            "coverage": rates("covered")[-1],
+        }
+        for suffix, name in (("", "matched"), ("_t1", "overlap"), (f"_t1_top{TOP_K}", "overlap_top_k")):
+            by_fill = rates(name)
+            figures |= {f"p{suffix}_fill_{fill}": rate for fill, rate in enumerate(by_fill, start=1)}
+            implied = implied_figures(by_fill)
+            figures |= {
+                f"p{suffix}": implied.acceptance,
+                f"alpha{suffix}": implied.tokens_per_cycle,
+                f"s0{suffix}": implied.speedup,
+            }
+        return figures

@@ -1,0 +1,38 @@
+"""Fully sharded data parallelism (FSDP2) of the drafter. Knows no losses and no data."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from spd_lightning.modules.drafter import PipelineDraftModule
+
+
+def shard_drafter(drafter: PipelineDraftModule, mesh: DeviceMesh) -> None:
+    """Shards the drafter in place, layer by layer; the target is not touched and stays whole on every rank."""
+    for layer in drafter.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(drafter, mesh=mesh)
+
+
+METADATA_FILE = "meta.pt"
+"""Where Lightning's sharded checkpoints keep all that is not a tensor of the model or an optimizer."""
+
+
+def consolidate(folder: Path) -> dict[str, Any]:
+    """The contents of a sharded checkpoint folder as one dict on the CPU.
+
+    Raises:
+        ValueError: if the folder is no such checkpoint.
+    """
+    metadata = folder / METADATA_FILE
+    if not metadata.is_file():
+        raise ValueError(f"{folder}: no sharded checkpoint here ({METADATA_FILE} is missing)")
+    with tempfile.TemporaryDirectory() as scratch:
+        merged = Path(scratch) / "merged.pt"
+        dcp_to_torch_save(folder, merged)
+        return torch.load(merged, weights_only=True) | torch.load(metadata, map_location="cpu", weights_only=True)

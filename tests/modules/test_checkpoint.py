@@ -1,0 +1,94 @@
+"""Drafter folders: what is written comes back, and every damaged or foreign folder gives one clear message."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from spd_lightning.modules.checkpoint import drafter_record, load_drafter, save_drafter
+from spd_lightning.modules.draft_vocab import DraftVocab
+from spd_lightning.modules.features import FeatureLayout
+from spd_lightning.modules.target import target_shape
+from spd_lightning.modules.tiny_target import tiny_config
+from tests.modules.conftest import make_drafter
+
+LAYOUT = FeatureLayout.build(8, 4)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    drafter = make_drafter(LAYOUT, torch.float32)
+    record = drafter_record(
+        drafter.config,
+        target_name="tiny",
+        target=target_shape(tiny_config("llama"), "tiny"),
+        tokenizer={"num_tokens": 259, "hash": "abc", "template_hash": "def", "eos_token_ids": [258]},
+        draft_vocab=DraftVocab(tuple(drafter.draft_token_ids.tolist()), provenance={"tokenizer_name": "tiny"}),
+        metrics={"val/s0": 2.5},
+    )
+    save_drafter(tmp_path / "drafter", drafter.state_dict(), record)
+    return tmp_path / "drafter"
+
+
+def test_a_drafter_comes_back_bit_for_bit(folder: Path) -> None:
+    original = make_drafter(LAYOUT, torch.float32)
+    read = load_drafter(folder)
+    assert read.module.config == original.config
+    for name, value in original.state_dict().items():
+        assert torch.equal(read.module.state_dict()[name], value), name
+    assert read.record["provenance"]["metrics"] == {"val/s0": 2.5}
+    assert not read.module.training and not any(p.requires_grad for p in read.module.parameters())
+    half = load_drafter(folder, torch.bfloat16).module
+    assert half.lm_head.weight.dtype == torch.bfloat16 and half.draft_token_ids.dtype == torch.int64
+
+
+def test_nothing_but_the_two_files_is_left(folder: Path) -> None:
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "drafter.safetensors"]
+
+
+def test_the_draft_vocabulary_of_a_drafter_folder_can_be_used_again(folder: Path) -> None:
+    vocab = DraftVocab.load(folder, 259, "abc")
+    assert list(vocab.token_ids) == make_drafter(LAYOUT).draft_token_ids.tolist()
+    with pytest.raises(ValueError, match="another tokenizer"):
+        DraftVocab.load(folder, 259, "other")
+
+
+def edit(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def drop_weight(folder: Path) -> None:
+    state = load_file(folder / "drafter.safetensors")
+    del state["norm.weight"]
+    save_file(state, folder / "drafter.safetensors")
+
+
+def change_vocabulary(folder: Path) -> None:
+    record = json.loads((folder / "config.json").read_text())
+    record["draft_vocab"]["token_ids"][-1] += 1
+    edit(folder, draft_vocab=record["draft_vocab"])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "no drafter here"),
+        (lambda folder: (folder / "drafter.safetensors").unlink(), "drafter.safetensors is missing"),
+        (lambda folder: (folder / "drafter.safetensors").write_bytes(b"cut"), "not a readable safetensors file"),
+        (lambda folder: (folder / "config.json").write_text("{"), "not JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "not a drafter of this project"),
+        (lambda folder: edit(folder, format_version=99), "format version 99"),
+        (lambda folder: edit(folder, format="other"), "not a drafter of this project"),
+        (lambda folder: edit(folder, drafter={}), "incomplete"),
+        (drop_weight, "does not fit config.json.*norm.weight"),
+        (change_vocabulary, "draft vocabularies .* differ"),
+    ],
+)
+def test_a_damaged_folder_gives_one_line(damage, message, folder: Path) -> None:
+    damage(folder)
+    with pytest.raises(ValueError, match=message) as raised:
+        load_drafter(folder)
+    assert "\n" not in str(raised.value)

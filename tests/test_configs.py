@@ -1,0 +1,92 @@
+"""Every YAML in the repository parses, instantiates and says what it configures."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spd_lightning.cli import TrainingCLI, main
+from spd_lightning.data.datamodule import DialogueDataModule
+from spd_lightning.modules.lit_module import DistillationModule
+from spd_lightning.modules.tiny_target import save_tiny_target
+
+REPO = Path(__file__).resolve().parents[1]
+CONFIGS = sorted([*(REPO / "configs").glob("*.yaml"), *(REPO / "benchmarks").glob("*.yaml")])
+PUBLISHED = {"pdm_n4": (4, 4), "pdm_n8": (8, 3), "pdm_n16": (16, 2), "pdm_9b_n8": (8, 3), "pdm_n8_exact": (8, 3)}
+
+pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI's args parameter", "ignore:Experiment logs directory")
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Tiny Qwen3.5 targets with the layer counts that the configurations are for."""
+    folder = tmp_path_factory.mktemp("targets")
+    return {layers: save_tiny_target(folder / str(layers), "qwen3_5", layers) for layers in (30, 32)}
+
+
+def parse(path: Path, *args: str) -> TrainingCLI:
+    return TrainingCLI(
+        DistillationModule,
+        DialogueDataModule,
+        args=["--config", str(path), *args],
+        run=False,
+        parser_kwargs={"allow_abbrev": False},
+    )
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_instantiates(path: Path, targets: dict[int, Path], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    target = targets[32 if path.stem.startswith("pdm") else 30]
+    cli = parse(path, "--model.target", str(target), "--trainer.accelerator", "cpu")
+    assert cli.datamodule.layout is cli.model.layout
+    assert cli.datamodule.target == str(target)
+    if path.stem in PUBLISHED:
+        num_stages, num_spec_layers = PUBLISHED[path.stem]
+        given = cli.model.hparams
+        assert (given["num_stages"], given["num_spec_layers"]) == (num_stages, num_spec_layers)
+        assert (given["lr"], given["warmup_steps"], given["weight_decay"]) == (1e-4, 100, 0.0)
+        trainer = cli.trainer
+        assert cli.datamodule.batch_size * trainer.accumulate_grad_batches * trainer.world_size == 64
+        assert (trainer.max_epochs, trainer.gradient_clip_val) == (1, 1.0)
+        exact = path.stem == "pdm_n8_exact"
+        assert cli.model.layout.rows == ("exact" if exact else "shared")
+        assert cli.model.layout.anchors == ((0, 4, 8, 12, 16, 20, 24, 28, 31) if exact else (0, 8, 16, 24, 31))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_key_of_the_product_configurations_is_set(path: Path) -> None:
+    """One YAML is one experiment, complete: no model or data option is left to a default that may change."""
+    if path.stem not in PUBLISHED:
+        pytest.skip("a short configuration")
+    config = yaml.safe_load(path.read_text())
+    for section, owner in (("model", DistillationModule), ("data", DialogueDataModule)):
+        options = (
+            set(owner.__init__.__annotations__) - {"return", "layout"} - ({"target"} if section == "data" else set())
+        )
+        assert set(config[section]) == options
+
+
+def test_pdm_n8_trains_with_only_target_and_sources_replaced(
+    targets: dict[int, Path], tmp_path: Path, monkeypatch
+) -> None:
+    """Two optimizer steps of the product's main command, W&B (offline) included, on a 32-layer target."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("SPD_CACHE", str(tmp_path / "cache"))
+    rng = random.Random(0)
+    with open("chat.jsonl", "w") as file:
+        for _ in range(2100):
+            a, b = rng.randint(1, 50), rng.randint(1, 50)
+            row = {"prompt": f"{a} + {b}?", "response": f"{a + b}" + " yes" * rng.randint(0, 3)}
+            file.write(json.dumps(row) + "\n")
+    with pytest.warns(UserWarning, match="draft_vocab_size=50000 is more than"):
+        main(
+            ["fit", "--config", str(REPO / "configs" / "pdm_n8.yaml"), "--model.target", str(targets[32])]
+            + ["--data.sources", "[{path: chat.jsonl}]", "--trainer.max_steps", "2"]
+        )
+    record = json.loads(Path("runs/pdm_n8/drafter/config.json").read_text())
+    assert record["drafter"]["stage_layers"] == [4] * 8 and record["drafter"]["anchors"] == [0, 8, 16, 24, 31]
+    assert list(Path("runs/pdm_n8/wandb").glob("offline-run-*/run-*.wandb"))

@@ -1,0 +1,313 @@
+"""`spd-train` end to end on tiny targets: weights, resume, distributed strategies, artifacts, mistakes."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import wandb
+import yaml
+from safetensors.torch import load_file
+
+from spd_lightning.cli import main
+from spd_lightning.modules.checkpoint import load_drafter
+from spd_lightning.modules.tiny_target import save_tiny_target
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:LightningCLI's args parameter"),
+    pytest.mark.filterwarnings("ignore:Experiment logs directory"),
+]
+REPO = Path(__file__).resolve().parents[1]
+CALLBACKS = [{"class_path": f"spd_lightning.callbacks.{name}"} for name in ("DrafterCheckpoint", "AcceptanceReport", "SampleDrafts", "Throughput")]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3.5 target and sixty dialogues, shared by the runs of this file."""
+    folder = tmp_path_factory.mktemp("training")
+    save_tiny_target(folder / "target", "qwen3_5", 8)
+    rng = random.Random(0)
+    with (folder / "chat.jsonl").open("w") as file:
+        for _ in range(60):
+            a, b = rng.randint(1, 50), rng.randint(1, 50)
+            turns = [
+                ("user", f"What is {a} + {b}?"),
+                ("assistant", f"{a} + {b} = {a + b}." + " Yes." * rng.randint(0, 9)),
+            ]
+            file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n")
+    return folder
+
+
+def write_config(workspace: Path, run: Path, **changes) -> Path:
+    """A small complete configuration; `changes` are dotted keys with `__` for the dot."""
+    config = {
+        "seed_everything": 0,
+        "trainer": {
+            "accelerator": "cpu", "devices": 1, "precision": "32-true", "max_epochs": 1, "gradient_clip_val": 1.0,
+            "log_every_n_steps": 1, "num_sanity_val_steps": 0, "default_root_dir": str(run),
+            "enable_progress_bar": False, "enable_model_summary": False, "callbacks": CALLBACKS,
+            "logger": {
+                "class_path": "lightning.pytorch.loggers.CSVLogger",
+                "init_args": {"save_dir": str(run), "name": None, "version": ""},
+            },
+        },
+        "model": {"target": str(workspace / "target"), "num_stages": 4, "num_spec_layers": 2, "lr": 1e-3, "warmup_steps": 2},
+        "data": {
+            "sources": [{"path": str(workspace / "chat.jsonl")}], "val_rows": 12, "batch_size": 4,
+            "draft_vocab_size": 64, "cache_dir": str(workspace / "cache"),
+        },
+    }  # fmt: skip
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        config[section][name] = value
+    run.mkdir(parents=True, exist_ok=True)
+    path = run / "given.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "drafter" / "drafter.safetensors")
+
+
+def extra(name: str, **init_args) -> dict:
+    return {"class_path": f"tests.interruption.{name}", "init_args": init_args}
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+@pytest.fixture(scope="module")
+def finished_run(workspace: Path) -> Path:
+    run = workspace / "finished"
+    main(["fit", "--config", str(write_config(workspace, run))])
+    return run
+
+
+def test_a_run_ends_with_a_drafter_folder(finished_run: Path, workspace: Path) -> None:
+    drafter = load_drafter(finished_run / "drafter")
+    record = drafter.record
+    assert drafter.module.layout.anchors == (0, 2, 4, 6, 7)
+    assert record["target"]["family"] == "qwen3_5" and record["target"]["name"] == str(workspace / "target")
+    assert record["tokenizer"]["num_tokens"] == 259 and record["tokenizer"]["eos_token_ids"] == [258]
+    assert record["draft_vocab"]["token_ids"] == drafter.module.draft_token_ids.tolist()
+    metrics = record["provenance"]["metrics"]
+    assert {f"val/p_fill_{fill}" for fill in range(1, 5)} < metrics.keys()
+    assert 0 < metrics["val/coverage"] <= 1 and 1 <= metrics["val/s0"] <= 4
+    assert record["provenance"]["versions"]["torch"] == torch.__version__
+
+
+def test_every_trained_parameter_has_moved(finished_run: Path) -> None:
+    for name, value in weights(finished_run).items():
+        if name.endswith("norm.weight") or ".norms." in name:
+            assert not torch.equal(value, torch.ones_like(value)), f"{name}: the gains never moved"
+
+
+def test_checkpoints_hold_no_target_weight_and_export_alike(finished_run: Path) -> None:
+    [best] = (finished_run / "checkpoints").glob("step*.ckpt")
+    checkpoint = torch.load(best, weights_only=True)
+    assert all(name.startswith("drafter.") for name in checkpoint["state_dict"])
+    assert best.name.startswith("step12-s0=")
+    main(["export", "--ckpt_path", str(best), "--out", str(finished_run / "exported")])
+    exported = load_file(finished_run / "exported" / "drafter.safetensors")
+    assert difference(exported, weights(finished_run)) == 0
+
+
+def test_samples_and_reports_lie_beside_the_run(finished_run: Path) -> None:
+    samples = [json.loads(line) for line in (finished_run / "sample_drafts.jsonl").read_text().splitlines()]
+    assert samples and set(samples[0]) == {"step", "context", "target_token", "draft_token", "draft_probability"}
+    assert "<|im_start|>assistant" in samples[0]["context"] and 0 < samples[0]["draft_probability"] <= 1
+    header = (finished_run / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"train/loss", "train/acceptance", "train/tokens_per_s", "val/p_fill_4", "val/alpha", "val/s0_t1"} <= set(
+        header
+    )
+    assert (finished_run / "data_report.json").is_file() and (finished_run / "config.yaml").is_file()
+
+
+@pytest.mark.parametrize(("accumulate", "batches"), [(1, 5), (3, 7)])
+def test_sigterm_saves_and_the_resumed_run_has_the_same_weights(
+    workspace: Path, tmp_path: Path, accumulate: int, batches: int
+) -> None:
+    """Bit for bit, with the epoch cut in the middle, also amid an accumulation window."""
+    settings = {"trainer__max_epochs": 2, "trainer__accumulate_grad_batches": accumulate}
+
+    def run(name: str, *args: str, **changes) -> Path:
+        folder = tmp_path / name
+        callbacks = [*CALLBACKS, extra("RecordBatches", path=str(tmp_path / f"{name}.txt")), *changes.pop("more", [])]
+        config = write_config(workspace, folder, **settings | {"trainer__callbacks": callbacks} | changes)
+        main(["fit", "--config", str(config), *args])
+        return folder
+
+    whole = run("whole")
+    with pytest.raises(SystemExit):
+        run("cut", more=[extra("SigtermAfter", batches=batches)])
+    assert not (tmp_path / "cut" / "drafter").exists()
+    resumed = run("cut", "--ckpt_path", str(tmp_path / "cut" / "checkpoints" / "last.ckpt"))
+    assert difference(weights(whole), weights(resumed)) == 0
+    seen = (tmp_path / "cut.txt").read_text().splitlines()
+    redone = batches % accumulate  # batches whose gradients were lost are shown again
+    assert seen[: batches - redone] + seen[batches:] == (tmp_path / "whole.txt").read_text().splitlines()
+
+
+def test_accumulated_steps_weigh_tokens_as_one_joined_batch_does(workspace: Path, tmp_path: Path) -> None:
+    """Batches of 2 rows, 24 to a step, against one batch of all 48 rows; the data is the same, the order is not."""
+    common = {"model__warmup_steps": 1, "data__simulate_fill": False}
+    parts = {"data__batch_size": 2, "trainer__accumulate_grad_batches": 24}
+    for name, changes in (("joined", {"data__batch_size": 48}), ("parts", parts)):
+        main(["fit", "--config", str(write_config(workspace, tmp_path / name, **common, **changes))])
+    joined, parts = (
+        torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+        for name in ("joined", "parts")
+    )
+    for index, state in joined.items():
+        torch.testing.assert_close(parts[index]["exp_avg"], state["exp_avg"], rtol=1e-3, atol=1e-7)
+
+
+def test_a_wandb_run_has_metrics_config_and_samples(workspace: Path, tmp_path: Path, monkeypatch, caplog) -> None:
+    """A real offline run, read back from the file that `wandb sync` would upload."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    caplog.set_level("INFO", logger="lightning.pytorch.utilities.rank_zero")
+    init = {"save_dir": str(tmp_path), "project": "spd-test", "name": "tiny"}
+    logger = {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": init}
+    main(["fit", "--config", str(write_config(workspace, tmp_path, trainer__logger=logger))])
+    wandb.finish()  # as the end of the process does
+    assert f"wandb sync {tmp_path}/wandb/offline-run-" in caplog.text
+    [log] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    records = list(read_wandb_log(log))
+    run = next(record.run for record in records if record.WhichOneof("record_type") == "run")
+    assert (run.project, run.display_name) == ("spd-test", "tiny")
+    keys = {item.key or "/".join(item.nested_key) for record in records for item in record.history.item}
+    assert {"train/loss", "train/acceptance", "val/p_fill_1", "val/p_fill_4", "val/s0", "val/coverage"} <= keys
+    assert any(key.startswith("val/sample_drafts") for key in keys)
+    configured = {item.key for record in records for item in (*record.config.update, *record.run.config.update)}
+    assert {"config", "num_stages", "lr"} <= configured
+
+
+def read_wandb_log(path: Path):
+    """The records of an offline run: LevelDB's log format behind seven bytes of header."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, offset, parts = path.read_bytes(), 7, b""
+    while offset + 7 <= len(data):
+        if 32768 - offset % 32768 < 7:  # no record header crosses a block
+            offset += 32768 - offset % 32768
+            continue
+        length, kind = int.from_bytes(data[offset + 4 : offset + 6], "little"), data[offset + 6]
+        parts += data[offset + 7 : offset + 7 + length]
+        offset += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
+
+
+def spd_train(*args: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("spd-train")), *args]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+
+
+FSDP2 = {
+    "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
+    "init_args": {"data_parallel_size": 2, "tensor_parallel_size": 1},
+}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", FSDP2], ids=["ddp", "fsdp2"])
+def test_two_processes_train_the_weights_of_one(strategy, workspace: Path, tmp_path: Path, request) -> None:
+    """Two gloo ranks of four rows against one process of eight rows; two steps."""
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    main(["fit", "--config", str(write_config(workspace, alone, data__batch_size=8, trainer__max_steps=2))])
+    changes = {"trainer__devices": 2, "trainer__strategy": strategy, "trainer__max_steps": 2}
+    config = write_config(workspace, together, **changes)
+    done = spd_train("fit", "--config", str(config))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert difference(weights(alone), weights(together)) < 1e-6
+
+
+def test_a_rank_without_supervised_tokens_neither_hangs_nor_counts(workspace: Path, tmp_path: Path) -> None:
+    callbacks = [*CALLBACKS, extra("UnsuperviseFirstRank")]
+    changes = {
+        "trainer__devices": 2,
+        "trainer__strategy": "ddp",
+        "trainer__max_steps": 2,
+        "trainer__callbacks": callbacks,
+    }
+    done = spd_train("fit", "--config", str(write_config(workspace, tmp_path / "run", **changes)))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(torch.isfinite(value).all() for value in weights(tmp_path / "run").values())
+
+
+def test_validate_reads_a_checkpoint(finished_run: Path, workspace: Path, capsys) -> None:
+    checkpoint = str(finished_run / "checkpoints" / "last.ckpt")
+    main(["validate", "--config", str(finished_run / "given.yaml"), "--ckpt_path", checkpoint])
+    assert "val/p_fill_4" in capsys.readouterr().out
+
+
+def test_the_command_line_wins_over_a_checkpoint(finished_run: Path, workspace: Path, tmp_path: Path) -> None:
+    config = write_config(workspace, tmp_path, trainer__max_epochs=2)
+    checkpoint = str(finished_run / "checkpoints" / "last.ckpt")
+    main(["fit", "--config", str(config), "--model.lr", "0.005", "--ckpt_path", checkpoint])
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["hyper_parameters"]["lr"] == 0.005
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--trainer.precision", "bf16-true"], "parameters must be float32"),
+        (["--model.num_stages", "9"], "at most 8 stages"),
+        (["--model.anchors", "[1,2]"], "first anchor must be 0"),
+        (["--model.stage_layers", "[4,4,4]"], "names 3 stages"),
+        (["--model.target", "/no/such/target"], "cannot load the configuration of '/no/such/target'"),
+        (["--model.num_stage", "4"], "num_stage"),
+        (["--model.loss", "mse"], "mse"),
+        (["--data.no_such_key", "1"], "no_such_key"),
+        (["--data.sources", "[{path: /no/such/file.jsonl}]"], "/no/such/file.jsonl"),
+        (["--data.draft_vocab", "/no/such/vocab.json"], "/no/such/vocab.json"),
+        (["--data.batch_size", "0"], "batch_size=0"),
+    ],
+)
+def test_mistakes_give_one_clear_line(args: list[str], message: str, workspace: Path, tmp_path: Path, capsys) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["fit", "--config", str(write_config(workspace, tmp_path)), *args])
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_resuming_another_drafter_is_refused(finished_run: Path, workspace: Path, tmp_path: Path, capsys) -> None:
+    config = write_config(workspace, tmp_path)
+    checkpoint = str(finished_run / "checkpoints" / "last.ckpt")
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", str(config), "--model.feature_norm", "none", "--ckpt_path", checkpoint])
+    assert "feature_norm" in capsys.readouterr().err
+
+
+def test_help_and_print_config_need_no_target(capsys) -> None:
+    for args in (
+        ["--help"],
+        ["fit", "--help"],
+        ["fit", "--model.target", "nowhere/at-all", "--model.num_stages", "2", "--print_config"],
+    ):
+        with pytest.raises(SystemExit) as raised:
+            main(args)
+        assert raised.value.code == 0
+    assert "num_stages: 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["", "not a checkpoint", None])
+def test_exporting_something_else_is_refused(content, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "x.ckpt"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit) as raised:
+        main(["export", "--ckpt_path", str(path), "--out", str(tmp_path / "out")])
+    assert raised.value.code == 2 and "checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
