@@ -28,7 +28,7 @@ help: ## list the targets
 
 venv: $(VENV)/.dev-installed ## make .venv with everything for development
 
-demo: $(VENV)/.demo-installed ## train and validate a small drafter on a real 135M model, without any model hub
+demo: $(VENV)/.demo-installed ## train a small drafter for a real 135M model and decode with it, without any model hub
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
 
 test: $(VENV)/.dev-installed ## run all tests

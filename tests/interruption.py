@@ -1,6 +1,7 @@
 """Callbacks that stop a training run, named by class path in the tests' configurations."""
 
 import os
+import shutil
 import signal
 
 import torch
@@ -10,14 +11,27 @@ from lightning import Callback, LightningModule, Trainer
 class SigtermAfter(Callback):
     """Sends SIGTERM to its own process when so many batches of the run are done."""
 
-    def __init__(self, batches: int) -> None:
-        self.batches = batches
+    def __init__(self, batches: int, only_first_rank: bool = False) -> None:
+        self.batches, self.only_first_rank = batches, only_first_rank
         self.seen = 0
 
     def on_train_batch_end(self, trainer: Trainer, *args) -> None:
         self.seen += 1
-        if self.seen == self.batches:
+        if self.seen == self.batches and (trainer.is_global_zero or not self.only_first_rank):
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class CopyBefore(Callback):
+    """Copies a file when so many batches of the run are done: what a run that is killed then leaves behind."""
+
+    def __init__(self, batches: int, path: str, to: str) -> None:
+        self.batches, self.path, self.to = batches, path, to
+        self.seen = 0
+
+    def on_train_batch_start(self, trainer: Trainer, *args) -> None:
+        if self.seen == self.batches:
+            shutil.copyfile(self.path, self.to)
+        self.seen += 1
 
 
 class RecordBatches(Callback):

@@ -26,6 +26,7 @@ TRANSFORMERS = {
     "modules/target.py",
     "modules/tokenizer.py",
     "inference/caches.py",
+    "inference/stage_loading.py",  # builds a stage of Transformers' layers from the files that hold them
     "modules/target_files.py",  # finds a target's files in the hub's cache
     "modules/tiny_target.py",  # tiny random targets of every family, made from the public configuration classes
     "data/embedded_target.py",  # turns one pinned GGUF file into a folder, once, without knowing the model inside

@@ -145,14 +145,53 @@ def test_sigterm_saves_and_the_resumed_run_has_the_same_weights(
         return folder
 
     whole = run("whole")
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         run("cut", more=[extra("SigtermAfter", batches=batches)])
+    assert ended.value.code == 143
     assert not (tmp_path / "cut" / "drafter").exists()
     resumed = run("cut", "--ckpt_path", str(tmp_path / "cut" / "checkpoints" / "last.ckpt"))
     assert difference(weights(whole), weights(resumed)) == 0
     seen = (tmp_path / "cut.txt").read_text().splitlines()
     redone = batches % accumulate  # batches whose gradients were lost are shown again
     assert seen[: batches - redone] + seen[batches:] == (tmp_path / "whole.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize(("accumulate", "every", "batches"), [(1, 2, 5), (2, 1, 5), (1, 12, 12)])
+def test_a_checkpoint_between_validations_resumes_exactly(
+    workspace: Path, tmp_path: Path, accumulate: int, every: int, batches: int
+) -> None:
+    """`every_n_train_steps` saves while callbacks see the end of a batch, which the trainer has not counted yet."""
+    last, copy = tmp_path / "whole" / "checkpoints" / "last.ckpt", tmp_path / "copy.ckpt"
+    saving = {"class_path": CALLBACKS[0]["class_path"], "init_args": {"every_n_train_steps": every}}
+    copying = extra("CopyBefore", batches=batches, path=str(last), to=str(copy))
+    seen = tmp_path / "resumed.txt"
+    settings = {"trainer__max_epochs": 2, "trainer__accumulate_grad_batches": accumulate}
+    for name, more, args in (
+        ("whole", [copying], []),
+        ("resumed", [extra("RecordBatches", path=str(seen))], ["--ckpt_path", str(copy)]),
+    ):
+        callbacks = {"trainer__callbacks": [saving, *CALLBACKS[1:], *more]}
+        main(["fit", "--config", str(write_config(workspace, tmp_path / name, **settings, **callbacks)), *args])
+    assert difference(weights(tmp_path / "whole"), weights(tmp_path / "resumed")) == 0
+    stepped = batches // (accumulate * every) * accumulate * every
+    assert len(seen.read_text().splitlines()) == 24 - stepped
+
+
+def test_the_last_checkpoint_is_of_the_last_step_and_a_longer_run_goes_on_amid_the_epoch(
+    workspace: Path, tmp_path: Path
+) -> None:
+    """Neither the best validation nor the end of the epoch is where `max_steps` stops."""
+    changes = {"trainer__val_check_interval": 2, "trainer__max_steps": 5}
+    main(["fit", "--config", str(write_config(workspace, tmp_path / "short", **changes))])
+    [best] = (tmp_path / "short" / "checkpoints").glob("step*.ckpt")
+    last = tmp_path / "short" / "checkpoints" / "last.ckpt"
+    assert torch.load(last, weights_only=True)["global_step"] == 5
+    assert best.name.startswith(("step2-", "step4-"))
+    callbacks = [*CALLBACKS, extra("RecordBatches", path=str(tmp_path / "seen.txt"))]
+    config = write_config(workspace, tmp_path / "long", trainer__callbacks=callbacks)
+    main(["fit", "--config", str(config), "--ckpt_path", str(last)])
+    seen = (tmp_path / "seen.txt").read_text().splitlines()
+    assert [line.split()[:2] for line in seen] == [["0", str(index)] for index in range(5, 12)]
 
 
 def test_accumulated_steps_weigh_tokens_as_one_joined_batch_does(workspace: Path, tmp_path: Path) -> None:
@@ -222,14 +261,18 @@ FSDP2 = {
 
 @pytest.mark.parametrize("strategy", ["ddp", FSDP2], ids=["ddp", "fsdp2"])
 def test_two_processes_train_the_weights_of_one(strategy, workspace: Path, tmp_path: Path, request) -> None:
-    """Two gloo ranks of four rows against one process of eight rows; two steps."""
+    """Two gloo ranks of four rows against one process of eight rows; two steps and a validation of pooled figures."""
     alone, together = tmp_path / "alone", tmp_path / "together"
-    main(["fit", "--config", str(write_config(workspace, alone, data__batch_size=8, trainer__max_steps=2))])
-    changes = {"trainer__devices": 2, "trainer__strategy": strategy, "trainer__max_steps": 2}
+    common = {"trainer__max_steps": 2, "trainer__val_check_interval": 2}
+    main(["fit", "--config", str(write_config(workspace, alone, data__batch_size=8, **common))])
+    changes = {"trainer__devices": 2, "trainer__strategy": strategy} | common
     config = write_config(workspace, together, **changes)
     done = spd_train("fit", "--config", str(config))
     assert done.returncode == 0, done.stderr[-3000:]
     assert difference(weights(alone), weights(together)) < 1e-6
+    figures, pooled = (load_drafter(run / "drafter").record["provenance"]["metrics"] for run in (alone, together))
+    for name in ("val/p_t1_fill_1", "val/p_fill_4", "val/s0_t1", "val/loss", "val/coverage"):
+        assert pooled[name] == pytest.approx(figures[name], abs=1e-6), name
 
 
 def test_a_rank_without_supervised_tokens_neither_hangs_nor_counts(workspace: Path, tmp_path: Path) -> None:
@@ -245,6 +288,18 @@ def test_a_rank_without_supervised_tokens_neither_hangs_nor_counts(workspace: Pa
     assert all(torch.isfinite(value).all() for value in weights(tmp_path / "run").values())
 
 
+@pytest.mark.parametrize("everywhere", [False, True], ids=["rank_0", "every_rank"])
+def test_sigterm_stops_two_ranks_together_and_saves(everywhere: bool, workspace: Path, tmp_path: Path) -> None:
+    """A scheduler signals every rank, a person the first; neither may hang, and both leave a checkpoint."""
+    callbacks = [*CALLBACKS, extra("SigtermAfter", batches=3, only_first_rank=not everywhere)]
+    changes = {"trainer__devices": 2, "trainer__strategy": "ddp", "trainer__callbacks": callbacks}
+    done = spd_train("fit", "--config", str(write_config(workspace, tmp_path / "run", **changes)))
+    assert done.returncode != 0
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert 3 <= saved["global_step"] <= 4
+    assert not (tmp_path / "run" / "drafter").exists()
+
+
 def test_validate_reads_a_checkpoint(finished_run: Path, workspace: Path, capsys) -> None:
     checkpoint = str(finished_run / "checkpoints" / "last.ckpt")
     main(["validate", "--config", str(finished_run / "given.yaml"), "--ckpt_path", checkpoint])
@@ -257,6 +312,8 @@ def test_the_command_line_wins_over_a_checkpoint(finished_run: Path, workspace: 
     main(["fit", "--config", str(config), "--model.lr", "0.005", "--ckpt_path", checkpoint])
     saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["hyper_parameters"]["lr"] == 0.005
+    assert saved["lr_schedulers"][0]["base_lrs"] == [0.005]
+    assert saved["optimizer_states"][0]["param_groups"][0]["initial_lr"] == 0.005
 
 
 @pytest.mark.parametrize(

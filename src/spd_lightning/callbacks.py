@@ -4,6 +4,7 @@ Knows Lightning's hooks; knows no mathematics of the drafter.
 """
 
 import json
+import signal
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from spd_lightning.modules.batch import ReplicatedBatch
 from spd_lightning.modules.checkpoint import export_checkpoint, read_checkpoint
@@ -30,7 +32,8 @@ def is_dry_run(trainer: Trainer) -> bool:
 class DrafterCheckpoint(ModelCheckpoint):
     """Keeps the best checkpoint by implied speedup and the last one; ends the run with a drafter folder.
 
-    A checkpoint is also written when the run is stopped by an exception, Ctrl-C or SIGTERM.
+    The last one is written after each validation and epoch, and when the run is stopped by SIGTERM, or on one device
+    by Ctrl-C or an error.
 
     Args:
         dirpath: folder of the checkpoints; `checkpoints` below `trainer.default_root_dir` when absent.
@@ -58,28 +61,86 @@ class DrafterCheckpoint(ModelCheckpoint):
             monitor=monitor,
             mode=mode,
             save_top_k=save_top_k,
-            save_last=True,
-            save_on_exception=True,
+            save_last=False,  # Lightning's would be the last one that was among the best; ours is the last one
             enable_version_counter=False,
         )
         self.export_to = export_to
         self.every_n_last = every_n_train_steps
+        self.last_step = -1
+        self.is_asked_to_stop = False
+        if every_n_train_steps is not None and every_n_train_steps < 1:
+            raise ValueError(f"every_n_train_steps={every_n_train_steps}: must be at least 1; leave it out instead")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self.dirpath is None:
             self.dirpath = str(Path(trainer.default_root_dir) / "checkpoints")
+        folder = self.drafter_folder(trainer)
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"export_to={str(folder)!r}: that is a file; name a folder for the drafter")
         super().setup(trainer, pl_module, stage)
 
-    def save_last_now(self, trainer: Trainer) -> None:
+    def drafter_folder(self, trainer: Trainer) -> Path:
+        return Path(self.export_to or Path(trainer.default_root_dir) / "drafter")
+
+    def save_last_now(self, trainer: Trainer, knows_best: bool = False) -> None:
+        """Writes `last.ckpt`, unless it is of this step already and knows as much of the best one."""
+        if is_dry_run(trainer) or (self.last_step == trainer.global_step and not knows_best):
+            return
         self.last_model_path = str(Path(cast(str, self.dirpath)) / "last.ckpt")
         trainer.save_checkpoint(self.last_model_path)
+        self.last_step = trainer.global_step
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """On several ranks SIGTERM becomes a request that they grant together, so that they can save together.
+
+        Lightning's own handler communicates while the signal is handled, and hangs when every rank gets one, as
+        schedulers and torchrun do it.
+        """
+        super().on_train_start(trainer, pl_module)
+        if trainer.world_size > 1:
+            signal.signal(signal.SIGTERM, self.ask_to_stop)
+
+    def ask_to_stop(self, *_: Any) -> None:
+        """Notes a SIGTERM."""
+        self.is_asked_to_stop = True
+
+    def stop_if_asked(self, trainer: Trainer) -> None:
+        """Ends the run on all ranks, at the same batch, if any of them was asked to."""
+        if trainer.world_size > 1 and trainer.strategy.reduce_boolean_decision(self.is_asked_to_stop, all=False):
+            raise SIGTERMException
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        if trainer.training and not trainer.sanity_checking:
+            self.stop_if_asked(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self.stop_if_asked(trainer)
         stepped = (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if self.every_n_last and stepped and trainer.global_step % self.every_n_last == 0 and not is_dry_run(trainer):
+        if self.every_n_last and stepped and trainer.global_step % self.every_n_last == 0:
+            self.save_last_now(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        if trainer.training and not trainer.sanity_checking and not self._should_save_on_train_epoch_end(trainer):
+            self.save_last_now(trainer, knows_best=True)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        self.save_last_now(trainer, knows_best=self._should_save_on_train_epoch_end(trainer))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.save_last_now(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Saves what was trained; on several ranks only after SIGTERM, which stops them all at the same batch.
+
+        Elsewhere the other ranks would not take part in saving, and this one would wait for them.
+        """
+        is_alone = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
+        if is_alone and trainer.global_step > 0 and not trainer.sanity_checking:
             self.save_last_now(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -90,7 +151,7 @@ class DrafterCheckpoint(ModelCheckpoint):
         source = self.best_model_path or self.last_model_path
         trainer.strategy.barrier()
         if trainer.is_global_zero:
-            folder = Path(self.export_to or Path(trainer.default_root_dir) / "drafter")
+            folder = self.drafter_folder(trainer)
             export_checkpoint(read_checkpoint(Path(source)), folder)
             rank_zero_info(f"drafter: {folder} (from {source})")
         trainer.strategy.barrier()

@@ -1,23 +1,30 @@
 """`spd-train`: a LightningCLI over the distillation module and the dialogue data. Wiring only."""
 
 import sys
+from argparse import ArgumentError
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from jsonargparse import ArgumentParser
 from lightning import LightningModule, Trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from spd_lightning.data.datamodule import DialogueDataModule
 from spd_lightning.errors import one_line_errors
-from spd_lightning.modules.checkpoint import export_checkpoint, read_checkpoint
+from spd_lightning.modules.checkpoint import check_resumable, export_checkpoint, read_checkpoint
 from spd_lightning.modules.lit_module import DistillationModule
 
 DESCRIPTION = (
     "Trains the drafter of Speculative Pipeline Decoding. "
     "`spd-train export --ckpt_path CKPT --out DIR` makes a drafter folder of any checkpoint."
 )
+
+
+COMMANDS = ("fit", "validate")
 
 
 class LoggedConfig(SaveConfigCallback):
@@ -32,17 +39,31 @@ class LoggedConfig(SaveConfigCallback):
 class TrainingCLI(LightningCLI):
     """The target and the feature layout are stated once, under `model`."""
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's `test` and `predict` have nothing to run here."""
+        known = LightningCLI.subcommands()
+        return {name: known[name] for name in COMMANDS}
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("model.target", "data.target")
         parser.link_arguments("model.layout", "data.layout", apply_on="instantiate")
 
     def _parse_ckpt_path(self) -> None:
-        """Leaves the configuration alone: Lightning would let a checkpoint's values override the command line's."""
+        """Looks at the checkpoint before anything is loaded, and leaves the configuration alone.
+
+        Lightning would let a checkpoint's values override the command line's.
+        """
+        given = self.config[self.config.subcommand].get("ckpt_path") if self.config.get("subcommand") else None
+        if given and Path(given).exists():
+            check_resumable(Path(given))
 
 
 def export(args: Sequence[str]) -> None:
     """`spd-train export`: a drafter folder out of a Lightning checkpoint; needs neither target nor data."""
-    parser = ArgumentParser(prog="spd-train export", description=export.__doc__, allow_abbrev=False)
+    parser = ArgumentParser(
+        prog="spd-train export", description=export.__doc__, allow_abbrev=False, exit_on_error=False
+    )
     parser.add_argument("--ckpt_path", type=Path, required=True, help="checkpoint file, or folder of a sharded run")
     parser.add_argument("--out", type=Path, required=True, help="drafter folder to write")
     given = parser.parse_args(list(args))
@@ -50,19 +71,37 @@ def export(args: Sequence[str]) -> None:
     print(f"drafter: {given.out}")
 
 
+def train(args: list[str] | None) -> None:
+    """The LightningCLI, whose parsers raise instead of printing all their options."""
+    strict: dict[str, Any] = {"allow_abbrev": False, "exit_on_error": False}
+    TrainingCLI(
+        DistillationModule,
+        DialogueDataModule,
+        args=args,
+        parser_kwargs={"description": DESCRIPTION} | strict | {name: dict(strict) for name in COMMANDS},
+        save_config_callback=LoggedConfig,
+        save_config_kwargs={"overwrite": True},
+        trainer_defaults={"use_distributed_sampler": False},
+    )
+
+
 def main(args: list[str] | None = None) -> None:
     """Runs one `spd-train` command; `args` as on the command line."""
     given = sys.argv[1:] if args is None else args
     with one_line_errors("spd-train"):
-        if given[:1] == ["export"]:
-            export(given[1:])
-            return
-        TrainingCLI(
-            DistillationModule,
-            DialogueDataModule,
-            args=args,
-            parser_kwargs={"allow_abbrev": False, "description": DESCRIPTION},
-            save_config_callback=LoggedConfig,
-            save_config_kwargs={"overwrite": True},
-            trainer_defaults={"use_distributed_sampler": False},
-        )
+        try:
+            if given[:1] == ["export"]:
+                export(given[1:])
+            else:
+                train(args)
+        except ArgumentError as error:
+            command = given[0] + " " if given and given[0] in (*COMMANDS, "export") else ""
+            raise ValueError(f"{error} (see spd-train {command}--help)") from None
+        except SIGTERMException:
+            raise SystemExit(143) from None  # Lightning would leave with 0, as if the run had come to its end
+        except MisconfigurationException as error:
+            raise ValueError(str(error)) from error
+        except ModuleNotFoundError as error:
+            if error.name is not None:  # else Lightning says which package an option needs
+                raise
+            raise ValueError(str(error)) from error

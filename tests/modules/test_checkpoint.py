@@ -60,6 +60,10 @@ def edit(folder: Path, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def edit_drafter(folder: Path, **changes) -> None:
+    edit(folder, drafter=json.loads((folder / "config.json").read_text())["drafter"] | changes)
+
+
 def drop_weight(folder: Path) -> None:
     state = load_file(folder / "drafter.safetensors")
     del state["norm.weight"]
@@ -83,6 +87,12 @@ def change_vocabulary(folder: Path) -> None:
         (lambda folder: edit(folder, format_version=99), "format version 99"),
         (lambda folder: edit(folder, format="other"), "not a drafter of this project"),
         (lambda folder: edit(folder, drafter={}), "incomplete"),
+        (lambda folder: edit(folder, schedule="post_step"), "schedule='post_step'; this release reads"),
+        (lambda folder: edit(folder, norm_convention="one_plus_weight"), "norm_convention='one_plus_weight'"),
+        (lambda folder: edit_drafter(folder, rope_theta=5e5), "rotary="),
+        (lambda folder: edit_drafter(folder, num_stages=8), "num_stages=8, but stage_layers"),
+        (lambda folder: edit_drafter(folder, stage_layers=[2, 2, 2, 4]), "num_layers=10, but target.num_layers=8"),
+        (lambda folder: edit_drafter(folder, num_kv_heads=0), "num_kv_heads=0"),
         (drop_weight, "does not fit config.json.*norm.weight"),
         (change_vocabulary, "draft vocabularies .* differ"),
     ],

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spd_lightning.modules.decoder_layer import rotary_tables, rotate
 from spd_lightning.modules.drafter import PipelineDraftModule
 from spd_lightning.modules.features import FeatureLayout, visible_depth
 from spd_lightning.modules.structural_attention import BACKENDS, dense_attention
@@ -136,6 +137,38 @@ def test_backends_give_the_same_loss_gradients(name: str) -> None:
         torch.testing.assert_close(chunked[name], gradient, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("feature_norm", ["rms", "none"])
+def test_16_bit_states_and_autocast_leave_the_residual_stream_in_float32(feature_norm: str) -> None:
+    layout = LAYOUTS["exact"]
+    drafter = make_drafter(layout, torch.float32, feature_norm=feature_norm)
+    states = [state.bfloat16() for state in random_states(layout, 1, 5)]
+    torch.testing.assert_close(drafter.replicate(states), drafter.replicate([state.float() for state in states]))
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = drafter.replicate(states)
+        out = drafter(states, torch.arange(5)[None], torch.tensor(layout.visibility_table())[-1:])
+    assert rows.dtype == out.dtype == torch.float32
+    assert drafter.norm(rows.bfloat16()).dtype == torch.float32
+
+
+def test_rotary_of_16_bit_heads_is_computed_in_float32() -> None:
+    x = torch.randn(1, 2, 3, 50, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tables = rotary_tables(torch.arange(50)[None], 16, 1e4)
+    assert torch.equal(rotate(x, tables), rotate(x.float(), tables).bfloat16())
+
+
+def test_only_the_first_row_is_a_query_in_the_last_layer() -> None:
+    layout, seen = LAYOUTS["exact"], []
+
+    def attention(query: Tensor, *others: Tensor) -> Tensor:
+        seen.append(query.shape[2])
+        return dense_attention(query, *others)
+
+    drafter = make_drafter(layout)
+    drafter.structural_attention = attention
+    drafter(random_states(layout, 1, 5), torch.arange(5)[None], torch.tensor(layout.visibility_table())[-1:])
+    assert seen == [layout.num_rows, 1]
+
+
 def test_padding_on_the_right_changes_nothing() -> None:
     layout = LAYOUTS["exact"]
     drafter = make_drafter(layout)
@@ -177,6 +210,10 @@ def test_initialisation_takes_norm_and_head_from_the_target() -> None:
         ({"num_heads": 3}, "multiple of num_kv_heads=2"),
         ({"head_dim": 15}, "must be even"),
         ({"draft_vocab_size": 0}, "at least one row"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0: must be a positive integer"),
+        ({"num_heads": -2}, "num_heads=-2: must be a positive integer"),
+        ({"rope_theta": 0.0}, "must be positive"),
+        ({"num_stages": 8}, "num_stages=8, but stage_layers"),
     ],
 )
 def test_a_wrong_shape_names_the_value_and_the_rule(overrides, message) -> None:

@@ -78,6 +78,20 @@ def test_no_chunk_holds_the_logits_of_the_whole_batch(case, monkeypatch) -> None
     assert len(seen) == 2 * 12  # each chunk once in the forward and again in the backward pass
 
 
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "tv"])
+def test_16_bit_logits_meet_their_softmax_in_float32(name: str, case) -> None:
+    drafter_states, draft_head, target_states, head = (x.bfloat16() if isinstance(x, torch.Tensor) else x for x in case)
+    narrow = TargetHead(head.weight.bfloat16(), head.draft_rows.bfloat16(), TOKENS)
+    assert narrow.logits(target_states).dtype == narrow.draft_logits(target_states).dtype == torch.float32
+    loss = distillation_loss(name, drafter_states, draft_head, target_states, narrow)
+    draft_logits = (drafter_states @ draft_head.T).float()
+    expected = losses.LOSSES[name](
+        draft_logits, narrow.draft_logits(target_states), narrow.logits(target_states).logsumexp(-1)
+    )
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected)
+
+
 def test_autocast_leaves_the_target_logits_alone(case) -> None:
     _, _, target_states, head = case
     narrow = TargetHead(head.weight.float(), head.draft_rows.float(), TOKENS)

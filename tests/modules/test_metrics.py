@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from spd_lightning.modules import losses
+from spd_lightning.modules import losses, metrics
 from spd_lightning.modules.losses import TargetHead
 from spd_lightning.modules.metrics import FillAcceptance, acceptance_sums, implied_figures, keep_top_k
 
@@ -68,8 +68,10 @@ def make_case(positions: int, fills: int, seed: int):
     return drafters, weight[ids], ids, target, head
 
 
-def test_sums_are_the_definitions(monkeypatch) -> None:
+@pytest.mark.parametrize("top_k", [50, 7])
+def test_sums_are_the_definitions(top_k: int, monkeypatch) -> None:
     monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 85 * 4)
+    monkeypatch.setattr(metrics, "TOP_K", top_k)
     drafters, draft_head, ids, target, head = make_case(31, 3, 0)
     sums = acceptance_sums(drafters, draft_head, ids, target, head)
     p = F.softmax(target @ head.weight[:85].T, dim=-1)
@@ -78,8 +80,7 @@ def test_sums_are_the_definitions(monkeypatch) -> None:
         q[:, ids] = F.softmax(states @ draft_head.T, dim=-1)
         assert sums.matched[index] == (p.argmax(-1) == q.argmax(-1)).sum()
         assert sums.overlap[index].item() == pytest.approx(torch.minimum(p, q).sum().item(), abs=1e-10)
-        cut_p, cut_q = keep_top_k(p, 50), keep_top_k(q, 50)
-        # q has 40 tokens only, so its own top-50 is itself; the expected overlap needs the target's cut
+        cut_p, cut_q = keep_top_k(p, top_k), keep_top_k(q, top_k)
         assert sums.overlap_top_k[index].item() == pytest.approx(torch.minimum(cut_p, cut_q).sum().item(), abs=1e-10)
         restricted = p[:, ids] / p[:, ids].sum(-1, keepdim=True)
         kl = (restricted * (restricted / q[:, ids]).log()).sum().item()
@@ -102,9 +103,31 @@ def test_pooling_weighs_positions_not_batches() -> None:
     figures = metric.compute()
     matched = sum(float(acceptance_sums(*part).matched[1]) for part in parts)
     assert figures["p_fill_2"] == pytest.approx(matched / 41)
+    assert figures["loss"] == pytest.approx(sum(float(acceptance_sums(*part).kl[1]) for part in parts) / 41)
+    assert figures["coverage"] == pytest.approx(sum(float(acceptance_sums(*part).covered[0]) for part in parts) / 41)
     assert figures["s0"] == pytest.approx(implied_figures([figures["p_fill_1"], figures["p_fill_2"]]).speedup)
     metric.reset()
     assert metric.compute() == {}
+
+
+def test_outputs_that_are_no_numbers_stop_the_run() -> None:
+    """They must not count as acceptance: the smaller of one and NaN is one in Python."""
+    metric = FillAcceptance(2)
+    drafters, draft_head, ids, target, head = make_case(5, 2, 0)
+    drafters[1][3] = float("nan")
+    metric.update(acceptance_sums(drafters, draft_head, ids, target, head))
+    with pytest.raises(ValueError, match="training has diverged"):
+        metric.compute()
+
+
+def test_sums_of_16_bit_states_are_taken_in_float32() -> None:
+    drafters, draft_head, ids, target, head = make_case(40, 1, 0)
+    narrow = TargetHead(head.weight.bfloat16(), head.draft_rows.bfloat16(), head.num_tokens)
+    given = [drafters[0].bfloat16()], draft_head.bfloat16(), ids, target.bfloat16()
+    logits = (given[0][0] @ given[1].T).float()
+    q = torch.zeros(40, 85).index_copy(1, ids, logits.softmax(-1))
+    p = (given[3] @ narrow.weight[:85].T).float().softmax(-1)
+    assert acceptance_sums(*given, narrow).overlap.item() == pytest.approx(torch.minimum(p, q).sum().item(), rel=1e-5)
 
 
 def test_top_k_renormalises() -> None:

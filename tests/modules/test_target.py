@@ -116,6 +116,20 @@ def test_generate_continues_left_padded_prompts(family: str) -> None:
     assert out.shape == (2, 15) and torch.equal(out[0, 4:], alone[0])
 
 
+def test_generate_ignores_the_settings_of_the_checkpoint(tmp_path) -> None:
+    folder = save_tiny_target(tmp_path / "target", "llama", 4)
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"repetition_penalty": 50.0, "max_new_tokens": 1}))
+    ids = tokens(1, 8)
+    plain = FrozenTarget.from_pretrained(str(folder))
+    out = plain.generate(ids, torch.ones_like(ids), max_new_tokens=20)
+    expected = ids
+    for _ in range(20):
+        states = plain.forward(expected, torch.ones_like(expected), (0,))
+        expected = torch.cat([expected, (states.last[:, -1:] @ plain.head_weight.T).argmax(-1)], dim=1)
+    assert torch.equal(out, expected)
+
+
 def test_an_unsupported_family_is_refused_with_the_list(tmp_path) -> None:
     GPT2Config(n_layer=1, n_embd=8, n_head=1).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="'gpt2', which is not supported; supported are llama, qwen3, qwen3_5"):
@@ -164,3 +178,18 @@ def test_shape_of_head_dim_without_the_key() -> None:
     config = tiny_config("llama", head_dim=None)
     assert target_shape(config, "x").head_dim == 8
     assert random_model(config).config.num_hidden_layers == 8
+
+
+def test_a_head_without_rows_for_the_draft_vocabulary_is_refused() -> None:
+    target = make_target("llama")
+    rows = target.head_weight.shape[0]
+    assert torch.equal(target.head_rows(torch.tensor([0, rows - 1])), target.head_weight[[0, rows - 1]])
+    with pytest.raises(ValueError, match=f"token id {rows}, but the head of target 'tiny' has {rows} rows"):
+        target.head_rows(torch.tensor([0, rows]))
+
+
+def test_damaged_weights_are_named(tmp_path) -> None:
+    folder = save_tiny_target(tmp_path / "target", "llama", 2)
+    (folder / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match="cannot load the weights of"):
+        FrozenTarget.from_pretrained(str(folder))

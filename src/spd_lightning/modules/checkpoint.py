@@ -10,6 +10,7 @@ import platform
 import shlex
 import sys
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -40,6 +41,16 @@ class Drafter:
     record: dict[str, Any]
 
 
+def conventions(config: DrafterConfig) -> dict[str, Any]:
+    """How the weights are meant: what a reader must do with them."""
+    return {
+        "method": "spd",
+        "schedule": "pre_step",
+        "norm_convention": "weight",  # gains are stored as they are applied, never as the `w` of `1 + w`
+        "rotary": {"theta": config.rope_theta, "dims": config.head_dim, "layout": "half_split"},
+    }
+
+
 def drafter_record(
     config: DrafterConfig,
     target_name: str,
@@ -61,11 +72,8 @@ def drafter_record(
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
-        "method": "spd",
-        "schedule": "pre_step",
         "drafter": config.to_dict(),
-        "norm_convention": "weight",  # gains are stored as they are applied, never as the `w` of `1 + w`
-        "rotary": {"theta": config.rope_theta, "dims": config.head_dim, "layout": "half_split"},
+        **conventions(config),
         "target": {"name": target_name} | asdict(target),
         "tokenizer": dict(tokenizer),
         "draft_vocab": draft_vocab.to_json() | {"tokenizer_hash": tokenizer["hash"]},
@@ -101,8 +109,11 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
     try:
         config = DrafterConfig.from_dict(record["drafter"])
         token_ids = record["draft_vocab"]["token_ids"]
+        check_agreement(record, config)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{folder / CONFIG_FILE}: incomplete or from another version ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG_FILE}: {error}") from error
     weights = folder / WEIGHTS_FILE
     if not weights.is_file():
         raise ValueError(f"{folder}: {WEIGHTS_FILE} is missing; export the drafter again with `spd-train export`")
@@ -119,6 +130,18 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
     if module.draft_token_ids.tolist() != token_ids:
         raise ValueError(f"{folder}: the draft vocabularies of {CONFIG_FILE} and {WEIGHTS_FILE} differ")
     return Drafter(module.to(device=device, dtype=dtype).eval().requires_grad_(False), record)
+
+
+def check_agreement(record: Mapping[str, Any], config: DrafterConfig) -> None:
+    """Raises `ValueError` where a record says something of its drafter that this release would not do."""
+    target = record["target"]
+    shape = {"num_layers": config.layout.num_layers, "hidden_size": config.hidden_size}
+    for name, size in shape.items():
+        if target[name] != size:
+            raise ValueError(f"the drafter is for a target with {name}={size}, but target.{name}={target[name]!r}")
+    for name, here in conventions(config).items():
+        if record[name] != here:
+            raise ValueError(f"{name}={record[name]!r}; this release reads drafters with {here!r}")
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -167,7 +190,22 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         return consolidate(path)
     if not path.is_file():
         raise ValueError(f"{path}: there is no checkpoint here")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path}: not a readable checkpoint (no file of torch.save, or an incomplete one)")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
         raise ValueError(f"{path}: not a readable checkpoint ({type(error).__name__})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not a checkpoint of a training run (it holds a {type(content).__name__})")
+    return content
+
+
+def check_resumable(path: Path) -> None:
+    """Raises `ValueError` if a run cannot be resumed from this checkpoint file or folder of a sharded run."""
+    if path.is_dir():
+        from spd_lightning.modules.sharding import check_sharded
+
+        check_sharded(path)
+    elif not {"drafter", "loops", "state_dict", "pytorch-lightning_version"} <= read_checkpoint(path).keys():
+        raise ValueError(f"{path}: this checkpoint was not written by `spd-train fit`")

@@ -36,9 +36,9 @@ class FeatureProjections(nn.Module):
         )
 
     def join(self, states: Sequence[Float[Tensor, "*batch dim"]]) -> Float[Tensor, "*batch joined"]:
-        """The anchor states side by side, normalised where the drafter says so."""
+        """The states of the first anchors side by side, normalised where the drafter says so."""
         dtype = next(self.projections.parameters()).dtype
-        return torch.cat([norm(state.to(dtype)) for norm, state in zip(self.norms, states, strict=True)], dim=-1)
+        return torch.cat([norm(state.to(dtype)) for norm, state in zip(self.norms, states, strict=False)], dim=-1)
 
     def project(self, joined: Float[Tensor, "*batch joined"], anchor_index: int) -> Float[Tensor, "*batch dim"]:
         """The feature of a token whose deepest anchor is `anchor_index`."""

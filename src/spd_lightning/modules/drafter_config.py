@@ -45,8 +45,15 @@ class DrafterConfig:
     draft_vocab_size: int
 
     def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+            if not (type(size := getattr(self, name)) is int and size >= 1):
+                raise ValueError(f"{name}={size!r}: must be a positive integer")
+        if self.num_stages != len(self.stage_layers):
+            raise ValueError(f"num_stages={self.num_stages}, but stage_layers={list(self.stage_layers)}")
         if self.num_spec_layers < 1:
             raise ValueError(f"num_spec_layers={self.num_spec_layers}: the drafter needs at least one layer")
+        if not 0 < self.rope_theta < float("inf"):
+            raise ValueError(f"rope_theta={self.rope_theta}: must be positive")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:

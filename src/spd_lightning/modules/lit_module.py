@@ -3,6 +3,7 @@
 Knows the trainer and the data module's vocabulary; knows no tokenizer internals and no sources.
 """
 
+import math
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
@@ -28,6 +29,9 @@ from spd_lightning.modules.tokenizer import tokenizer_record
 
 NUM_SAMPLES = 16
 """Draft samples taken from the first validation batch."""
+
+TARGET_SIZES = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+"""Sizes of the drafter that are the target's unless given."""
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
 
@@ -89,6 +93,11 @@ class DistillationModule(LightningModule):
         acceptance_every: int = 10,
     ) -> None:
         super().__init__()
+        for name, value, least in (("warmup_steps", warmup_steps, 0), ("acceptance_every", acceptance_every, 1)):
+            if value < least:
+                raise ValueError(f"model.{name}={value}: must be at least {least}")
+        if not (0 < lr < math.inf and 0 <= weight_decay < math.inf):
+            raise ValueError(f"model.lr={lr} must be positive and model.weight_decay={weight_decay} not negative")
         self.save_hyperparameters()
         self.target_shape = shape = read_target_shape(target)
         self.layout = FeatureLayout.build(shape.num_layers, num_stages, stage_layers, anchors, rows)
@@ -112,10 +121,7 @@ class DistillationModule(LightningModule):
             rows=self.layout.rows,
             num_spec_layers=given["num_spec_layers"],
             hidden_size=shape.hidden_size,
-            intermediate_size=given["intermediate_size"] or shape.intermediate_size,
-            num_heads=given["num_heads"] or shape.num_heads,
-            num_kv_heads=given["num_kv_heads"] or shape.num_kv_heads,
-            head_dim=given["head_dim"] or shape.head_dim,
+            **{name: getattr(shape, name) if given[name] is None else given[name] for name in TARGET_SIZES},
             rope_theta=given["rope_theta"],
             rms_norm_eps=shape.rms_norm_eps,
             feature_norm=given["feature_norm"],
@@ -140,7 +146,7 @@ class DistillationModule(LightningModule):
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             drafter = PipelineDraftModule(config, BACKENDS[self.hparams["attention"]])
         generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
-        head_rows = target.head_weight[token_ids.to(device)]
+        head_rows = target.head_rows(token_ids)
         drafter.initialize(token_ids, target.final_norm_gain.cpu(), head_rows.cpu(), generator)
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
             drafter.to(device)
@@ -238,7 +244,9 @@ class DistillationModule(LightningModule):
         optimizer = torch.optim.AdamW(
             self.drafter.parameters(), lr=self.hparams["lr"], weight_decay=self.hparams["weight_decay"]
         )
-        total, warmup = int(self.trainer.estimated_stepping_batches), self.hparams["warmup_steps"]
+        total, warmup = self.trainer.estimated_stepping_batches, self.hparams["warmup_steps"]
+        if math.isinf(total):
+            raise ValueError("the learning rate needs to know where the run ends: set trainer.max_epochs or max_steps")
 
         def factor(step: int) -> float:
             if step < warmup:
@@ -247,6 +255,15 @@ class DistillationModule(LightningModule):
 
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        """The run's own learning rate and weight decay win over those of a checkpoint that it resumes."""
+        [optimizer], [config] = self.trainer.optimizers, self.trainer.lr_scheduler_configs
+        scheduler, lr = cast(torch.optim.lr_scheduler.LambdaLR, config.scheduler), self.hparams["lr"]
+        scheduler.base_lrs = [lr] * len(optimizer.param_groups)
+        for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+            group |= {"initial_lr": lr, "lr": lr * factor(scheduler.last_epoch)}
+            group["weight_decay"] = self.hparams["weight_decay"]
 
     def drafter_record(self) -> dict[str, Any]:
         """What a drafter folder says of this drafter beside its weights."""

@@ -159,6 +159,12 @@ class FillAcceptance(Metric):
         if not positions:
             return {}
 
+        if not bool(cast(Tensor, self.kl).isfinite().all()):
+            raise ValueError(
+                "the drafter's outputs are not finite, so training has diverged: lower model.lr, or resume from an "
+                "earlier checkpoint with a lower one"
+            )
+
         def rates(name: str) -> list[float]:
             return [min(1.0, value / positions) for value in getattr(self, name).tolist()]
 

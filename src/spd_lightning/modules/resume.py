@@ -7,7 +7,8 @@ def rewind_to_last_step(loops: dict[str, Any], accumulate_grad_batches: int, bat
     """Takes batches that have not reached an optimizer step out of a checkpoint's batch counts, in place.
 
     A run that is stopped between two steps holds gradients that no checkpoint keeps. Without this a resumed run would
-    go on behind the batches that made them, and end with other weights than an uninterrupted one.
+    go on behind the batches that made them, and end with other weights than an uninterrupted one. Nor is an epoch done
+    that `max_steps` has cut, though the trainer closes it: a longer run goes on in it.
 
     Args:
         loops: the `loops` entry of a Lightning checkpoint.
@@ -15,9 +16,13 @@ def rewind_to_last_step(loops: dict[str, Any], accumulate_grad_batches: int, bat
         batches_in_epoch: the last step of an epoch may have fewer.
     """
     progress = loops["fit_loop"]["epoch_loop.batch_progress"]
-    completed = progress["current"]["completed"]
-    pending = 0 if completed >= batches_in_epoch else completed % accumulate_grad_batches
+    # While callbacks see the end of a batch, its step is taken but the trainer does not count it as completed yet.
+    processed = progress["current"]["processed"]
+    pending = 0 if processed >= batches_in_epoch else processed % accumulate_grad_batches
     for counts in (progress["current"], progress["total"]):
-        stepped = counts["completed"] - pending
+        stepped = counts["processed"] - pending
         for name in counts:
             counts[name] = stepped
+    if progress["current"]["completed"] < batches_in_epoch:
+        for counts in loops["fit_loop"]["epoch_progress"].values():
+            counts["processed"] = counts["completed"] = max(0, counts["ready"] - 1)

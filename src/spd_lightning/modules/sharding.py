@@ -23,15 +23,20 @@ METADATA_FILE = "meta.pt"
 """Where Lightning's sharded checkpoints keep all that is not a tensor of the model or an optimizer."""
 
 
+def check_sharded(folder: Path) -> None:
+    """Raises `ValueError` if the folder is no checkpoint of a sharded run."""
+    if not (folder / METADATA_FILE).is_file():
+        raise ValueError(f"{folder}: no sharded checkpoint here ({METADATA_FILE} is missing)")
+
+
 def consolidate(folder: Path) -> dict[str, Any]:
     """The contents of a sharded checkpoint folder as one dict on the CPU.
 
     Raises:
         ValueError: if the folder is no such checkpoint.
     """
+    check_sharded(folder)
     metadata = folder / METADATA_FILE
-    if not metadata.is_file():
-        raise ValueError(f"{folder}: no sharded checkpoint here ({METADATA_FILE} is missing)")
     with tempfile.TemporaryDirectory() as scratch:
         merged = Path(scratch) / "merged.pt"
         dcp_to_torch_save(folder, merged)

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from jaxtyping import Float, Int
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from spd_lightning.modules.hub import offline_when_unreachable
 from spd_lightning.modules.target_files import locate_target
@@ -18,6 +20,11 @@ FAMILIES = {"qwen3_5": "qwen3_5", "qwen3_5_text": "qwen3_5", "qwen3": "qwen3", "
 
 GAIN_OFFSETS = {"qwen3_5": 1.0, "qwen3": 0.0, "llama": 0.0}
 """What each family adds to a stored norm weight `w` before it is applied (Qwen3.5 applies `1 + w`)."""
+
+LOADING_ERRORS = (
+    OSError, ValueError, KeyError, AttributeError, TypeError, RuntimeError, SafetensorError, StrictDataclassError
+)  # fmt: skip
+"""What Transformers raises for configurations and weights that are damaged or do not fit each other."""
 
 TargetDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
@@ -59,8 +66,10 @@ def explained_loading(name_or_path: str, what: str) -> Iterator[None]:
     try:
         with offline_when_unreachable():
             yield
-    except (OSError, ValueError, KeyError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except LOADING_ERRORS as error:
+        first_line = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        if "ignore_mismatched_sizes" in first_line:  # Transformers' way of saying so
+            first_line = "the weights do not have the sizes that its config.json states"
         raise ValueError(
             f"cannot load {what} of {name_or_path!r} (looked for a local folder, then on the Hugging Face Hub): "
             f"{first_line}. Point to a local folder that holds it, or check the id and the network"
@@ -112,6 +121,8 @@ class FrozenTarget:
 
     def __init__(self, model: PreTrainedModel, shape: TargetShape, name: str) -> None:
         self.model = model.eval().requires_grad_(False)
+        # Whoever generates says how: a checkpoint's own settings (a repetition penalty, say) would change the law.
+        self.model.generation_config = GenerationConfig()
         self.shape = shape
         self.name = name
 
@@ -135,7 +146,7 @@ class FrozenTarget:
         text = config.get_text_config()
         text.tie_word_embeddings = shape.tied
         with explained_loading(name_or_path, "the weights"):
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = cast(Any, AutoModelForCausalLM).from_pretrained(
                 locate_target(name_or_path),
                 config=text,
                 dtype="auto" if dtype == "auto" else getattr(torch, dtype),
@@ -157,6 +168,15 @@ class FrozenTarget:
     @property
     def head_weight(self) -> Float[Tensor, "vocab dim"]:
         return cast(nn.Linear, self.model.lm_head).weight
+
+    def head_rows(self, token_ids: Int[Tensor, " draft_vocab"]) -> Float[Tensor, "draft_vocab dim"]:
+        """Rows of the head; `ValueError` if it has none for an id, as when the tokenizer has more tokens than it."""
+        if int(token_ids.max()) >= len(self.head_weight):
+            raise ValueError(
+                f"the draft vocabulary has token id {int(token_ids.max())}, but the head of target {self.name!r} has "
+                f"{len(self.head_weight)} rows: make data.draft_vocab_size smaller, or give data.draft_vocab"
+            )
+        return self.head_weight[token_ids.to(self.head_weight.device)]
 
     @property
     def final_norm_gain(self) -> Float[Tensor, " dim"]:

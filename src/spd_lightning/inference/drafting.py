@@ -1,0 +1,123 @@
+"""The drafter while decoding: its cache of depth-`n` rows and the states of the tokens in flight (design §5, step 1).
+
+Pre-step: it reads what earlier cycles left behind, so it runs at the same time as the stages. Knows no transport.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from spd_lightning.inference.caches import KeyValueBuffer
+from spd_lightning.inference.schedule import CyclePlan
+from spd_lightning.modules.decoder_layer import Attend
+from spd_lightning.modules.drafter import PipelineDraftModule
+
+
+class DraftSession:
+    """Draft logits of one sequence, cycle by cycle.
+
+    The rows of the tokens in flight are recomputed every cycle, since each token is one stage deeper, on top of a cache
+    of the rows of what has left the pipeline. In the order of positions each row sees all before it and itself: that
+    is the structural mask of training (`visible_depth`), met by construction.
+
+    Args:
+        drafter: the Pipeline Draft Module.
+        embedding: the target's, for the state `H^0` of the newest token.
+        capacity: positions that the caches hold.
+    """
+
+    def __init__(self, drafter: PipelineDraftModule, embedding: nn.Embedding, capacity: int) -> None:
+        self.drafter = drafter
+        self.embedding = embedding
+        config, weight = drafter.config, drafter.lm_head.weight
+        self.num_stages = config.num_stages
+        self.anchors = drafter.layout.anchors[: drafter.features.num_anchors]
+        self.buffers = [
+            KeyValueBuffer(
+                capacity + config.num_stages, config.num_kv_heads, config.head_dim, weight.dtype, weight.device
+            )
+            for _ in drafter.layers
+        ]
+        # States of the tokens in flight and of the one that has just left, in slot `position mod (n + 1)`.
+        shape = (len(self.anchors), config.num_stages + 1, config.hidden_size)
+        self.states = torch.zeros(shape, dtype=embedding.weight.dtype, device=weight.device)
+        self.length = 0
+
+    def clear(self) -> None:
+        """Readies the session for another sequence."""
+        self.length = 0
+        for buffer in self.buffers:
+            buffer.length = 0
+
+    @torch.no_grad()
+    def prefill(self, tokens: Tensor, anchors: Mapping[int, Float[Tensor, "1 seq dim"]]) -> None:
+        """Takes the prompt in: all of its rows have depth `n`.
+
+        Args:
+            tokens: ids of the prompt, `1 seq`.
+            anchors: states of all prompt positions at every anchor but 0.
+        """
+        states = [self.embedding(tokens), *(anchors[anchor] for anchor in self.anchors[1:])]
+        self._run(self._features(states, self.num_stages), keep=tokens.shape[1])
+
+    @torch.no_grad()
+    def receive(self, position: int, anchors: Mapping[int, Float[Tensor, "1 1 dim"]]) -> None:
+        """Keeps the states that a stage's forward of one token gave."""
+        for index, anchor in enumerate(self.anchors):
+            if anchor in anchors:
+                self.states[index, position % (self.num_stages + 1)] = anchors[anchor][0, 0]
+
+    @torch.no_grad()
+    def draft_logits(self, plan: CyclePlan, newest_token: int) -> Float[Tensor, " draft_vocab"]:
+        """Logits over the draft vocabulary for the position after the newest token.
+
+        Args:
+            plan: the coming cycle; nothing of it has been run.
+            newest_token: id of the token at depth 0.
+        """
+        token = torch.tensor([[newest_token]], device=self.states.device)
+        self.receive(plan.newest, {0: self.embedding(token)})
+        oldest = plan.newest - plan.fill + 1
+        assert oldest - self.length <= 1, f"{oldest} tokens have left, but only {self.length} were taken in"
+        rows = [
+            self._row(position, depth=min(self.num_stages, plan.newest - position) if position >= oldest else None)
+            for position in range(self.length, plan.newest + 1)
+        ]
+        hidden = self._run(torch.cat(rows, dim=2), keep=oldest - self.length)
+        return self.drafter.lm_head(hidden[0, 0, -1])
+
+    def _row(self, position: int, depth: int | None) -> Float[Tensor, "1 1 1 dim"]:
+        """The feature of one token in flight, or of one that has left (`depth` none)."""
+        states = self.states[:, position % (self.num_stages + 1)]
+        return self._features([state[None, None] for state in states], self.num_stages if depth is None else depth)
+
+    def _features(self, states: list[Tensor], depth: int) -> Float[Tensor, "1 1 seq dim"]:
+        """`g^depth` of tokens, from as many anchor states as that depth has passed."""
+        features, deepest = self.drafter.features, self.drafter.layout.deepest_anchor(depth)
+        return features.project(features.join(states[: deepest + 1]), deepest)[:, None]
+
+    def _run(self, rows: Float[Tensor, "1 1 seq dim"], keep: int) -> Float[Tensor, "1 1 seq dim"]:
+        """The drafter's layers on rows that follow the cached ones; the first `keep` of them stay in the cache."""
+        count = rows.shape[2]
+        positions = torch.arange(self.length, self.length + count, device=rows.device)[None]
+        hidden = self.drafter.run_layers(rows, positions, [self._attend(buffer) for buffer in self.buffers], 1)
+        self.length += keep
+        for buffer in self.buffers:
+            buffer.rollback(self.length)
+        return hidden
+
+    def _attend(self, buffer: KeyValueBuffer) -> Attend:
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            count = key.shape[3]
+            keys, values = buffer.append(key[:, :, 0], value[:, :, 0])
+            mask = None
+            if count > 1:
+                total = keys.shape[2]
+                mask = torch.ones(count, total, dtype=torch.bool, device=key.device).tril(total - count)
+            out = F.scaled_dot_product_attention(query[:, :, 0], keys, values, attn_mask=mask, enable_gqa=True)
+            return out[:, :, None]
+
+        return attend

@@ -1,0 +1,171 @@
+"""The pipelined output is the target's own, token for token and in the bits of the logits."""
+
+import pytest
+import torch
+
+from spd_lightning.inference.autoregressive import decode_autoregressively
+from spd_lightning.inference.caches import KeyValueBuffer, RecurrentRing, StageCache
+from spd_lightning.inference.sampling import SamplingParams
+from spd_lightning.inference.stopping import StopCondition
+from spd_lightning.inference.verify import make_verifier
+from spd_lightning.modules.features import FeatureLayout
+from spd_lightning.modules.tiny_target import NUM_TOKENS
+from tests.inference.conftest import GREEDY, TOKENIZER, RecordingVerifier, ScriptedProposer, cut, make_pipeline, run
+from tests.modules.conftest import make_target
+
+SPLITS = {"n1": (8, 1, None), "n2": (8, 2, None), "n4": (8, 4, None), "n8": (8, 8, None), "uneven": (8, 3, [1, 5, 2])}
+TARGETS = {"qwen3_5": {}, "qwen3_5_tied": {"tie_word_embeddings": True}, "qwen3": {}, "llama": {}}
+PROMPTS = [[65], [72, 105], list(range(60, 71))]
+
+
+def layout_of(split: str) -> FeatureLayout:
+    num_layers, num_stages, stage_layers = SPLITS[split]
+    return FeatureLayout.build(num_layers, num_stages, stage_layers)
+
+
+def autoregressive(target, layout, prompt, max_new_tokens, params=GREEDY, eos=(), stop=()):
+    verifier = RecordingVerifier(make_verifier(params, NUM_TOKENS))
+    condition = StopCondition(eos, max_new_tokens, stop, TOKENIZER)
+    tokens = list(decode_autoregressively(cut(target, layout), verifier, prompt, condition))
+    return tokens, verifier.logits
+
+
+@pytest.mark.parametrize(
+    ("split", "dtype"),
+    [*((split, torch.float32) for split in SPLITS), ("n4", torch.bfloat16), ("n8", torch.bfloat16)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", TARGETS)
+def test_tokens_and_logit_bits_are_those_of_plain_decoding(name: str, split: str, dtype: torch.dtype) -> None:
+    """Drafters that are never, sometimes and always right; prompts of one token and shorter than `n`."""
+    target, layout = make_target(name.removesuffix("_tied"), 8, dtype, **TARGETS[name]), layout_of(split)
+    for prompt in PROMPTS:
+        expected, logits = autoregressive(target, layout, prompt, 24)
+        for accuracy in (0.0, 0.6, 1.0):
+            pipeline = make_pipeline(target, layout, proposer=ScriptedProposer(prompt + expected, accuracy))
+            tokens, stats, _ = run(pipeline, layout, prompt, 24)
+            assert tokens == expected
+            assert pipeline.verifier.logits.keys() == logits.keys()
+            for position, row in pipeline.verifier.logits.items():
+                assert torch.equal(row, logits[position]), f"logits at {position}, accuracy {accuracy}"
+            assert stats.num_committed == 23 == stats.num_judged
+            if accuracy == 1.0:
+                assert stats.acceptance == 1.0
+            if accuracy == 0.0:
+                assert stats.acceptance == 0.0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3", "llama"])
+@pytest.mark.parametrize("split", ["n1", "n4", "uneven"])
+def test_a_real_drafter_changes_no_token_greedy_or_coupled(name: str, split: str) -> None:
+    target, layout = make_target(name, 8, torch.float32), layout_of(split)
+    for params in (SamplingParams(), SamplingParams(temperature=1.0, seed=3, verify="coupled")):
+        for prompt in PROMPTS:
+            expected, _ = autoregressive(target, layout, prompt, 24, params)
+            pipeline = make_pipeline(target, layout, params)
+            assert run(pipeline, layout, prompt, 24)[0] == expected
+            assert run(pipeline, layout, prompt, 24)[0] == expected  # the second request is clean
+
+
+def test_rejection_sampling_runs_and_repeats_with_its_seed() -> None:
+    target, layout = make_target("qwen3_5", 8, torch.float32), layout_of("n4")
+    params = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=5)
+    first, again = (run(make_pipeline(target, layout, params), layout, PROMPTS[2], 40)[0] for _ in range(2))
+    other = run(make_pipeline(target, layout, SamplingParams(temperature=0.8, seed=6)), layout, PROMPTS[2], 40)[0]
+    assert first == again != other
+
+
+@pytest.mark.parametrize("max_new_tokens", range(1, 7))
+@pytest.mark.parametrize("eos_at", [1, 2, 5, None])
+def test_exactly_the_tokens_up_to_the_end_come_out(max_new_tokens: int, eos_at: int | None) -> None:
+    target, layout = make_target("llama", 8, torch.float32), layout_of("n4")
+    endless, _ = autoregressive(target, layout, PROMPTS[2], 30)
+    eos = () if eos_at is None else (endless[eos_at - 1],)
+    expected, _ = autoregressive(target, layout, PROMPTS[2], max_new_tokens, eos=eos)
+    for accuracy in (0.0, 1.0):
+        pipeline = make_pipeline(target, layout, proposer=ScriptedProposer(PROMPTS[2] + endless, accuracy))
+        tokens, _, condition = run(pipeline, layout, PROMPTS[2], max_new_tokens, eos=eos)
+        assert tokens == expected
+        stopped_early = bool(eos) and eos[0] in expected
+        assert condition.end is not None and condition.end.reason == ("eos" if stopped_early else "length")
+
+
+def test_the_counts_obey_the_identity_of_the_design() -> None:
+    target, layout = make_target("qwen3", 8, torch.float32), layout_of("n4")
+    expected, _ = autoregressive(target, layout, PROMPTS[2], 60)
+    pipeline = make_pipeline(target, layout, proposer=ScriptedProposer(PROMPTS[2] + expected, 0.6))
+    _, stats, _ = run(pipeline, layout, PROMPTS[2], 60)
+    flushes = sum(not judgement.accepted for judgement in stats.judgements[:-1])
+    assert stats.num_cycles == stats.num_committed + 3 * (1 + flushes)
+    assert sum(judged for _, judged in stats.acceptance_by_fill().values()) == stats.num_judged
+    # after a flush the first judged draft was made at fill 1
+    fills = [judgement.fill for judgement in stats.judgements]
+    for before, judgement in zip(stats.judgements, stats.judgements[1:], strict=False):
+        assert judgement.fill == (min(4, before.fill + 1) if before.accepted else 1)
+    assert fills[0] == 1
+
+
+class TestMutants:
+    """Each forgotten piece of state must show in the logits; tokens alone are too weak an oracle."""
+
+    def differs(self, name: str = "qwen3_5") -> bool:
+        target, layout = make_target(name, 8, torch.float32), layout_of("n4")
+        expected, logits = autoregressive(target, layout, PROMPTS[2], 24)
+        pipeline = make_pipeline(target, layout, proposer=ScriptedProposer(PROMPTS[2] + expected, 0.5))
+        try:
+            run(pipeline, layout, PROMPTS[2], 24)
+        except (AssertionError, LookupError):
+            return True
+        found = pipeline.verifier.logits
+        return any(not torch.equal(found[p], logits[p]) for p in logits if p in found) or found.keys() != logits.keys()
+
+    def test_the_unbroken_code_does_not_differ(self) -> None:
+        assert not self.differs()
+
+    def test_forgetting_the_convolution_window(self, monkeypatch) -> None:
+        def begin(ring, position):
+            ring.target = position
+
+        monkeypatch.setattr(RecurrentRing, "begin", begin)
+        assert self.differs()
+
+    def test_forgetting_the_recurrent_state(self, monkeypatch) -> None:
+        monkeypatch.setattr(StageCache, "update_recurrent_state", lambda cache, states, index, *_, **__: states)
+        monkeypatch.setattr(StageCache, "get_recurrent_state", lambda *_: None)
+        assert self.differs()
+
+    def test_a_buffer_cut_one_too_short(self, monkeypatch) -> None:
+        rollback = KeyValueBuffer.rollback
+        monkeypatch.setattr(KeyValueBuffer, "rollback", lambda buffer, length: rollback(buffer, max(0, length - 1)))
+        assert self.differs("llama")
+
+    def test_one_slot_too_few(self, monkeypatch) -> None:
+        init = RecurrentRing.__init__
+        monkeypatch.setattr(RecurrentRing, "__init__", lambda ring, slots: init(ring, max(1, slots - 1)))
+        assert self.differs()
+
+    def test_aliased_slots(self, monkeypatch) -> None:
+        begin = RecurrentRing.begin
+
+        def alias(ring, position):
+            begin(ring, position)
+            if ring.conv is not None and ring.recurrent is not None:
+                ring.conv = ring.conv[:1].expand_as(ring.conv)
+
+        monkeypatch.setattr(RecurrentRing, "begin", alias)
+        assert self.differs()
+
+    def test_a_position_off_by_one(self, monkeypatch) -> None:
+        from spd_lightning.inference import stage
+
+        original = stage.torch.arange
+        monkeypatch.setattr(
+            stage.torch,
+            "arange",
+            lambda a, *rest, **kw: original(a + bool(rest and a), *[r + bool(a) for r in rest], **kw),
+        )
+        target, layout = make_target("llama", 8, torch.float32), layout_of("n4")
+        shifted = autoregressive(target, layout, PROMPTS[2], 8)[1]
+        monkeypatch.undo()
+        right = autoregressive(target, layout, PROMPTS[2], 8)[1]
+        assert any(not torch.equal(shifted[p], right[p]) for p in right)

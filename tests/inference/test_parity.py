@@ -1,0 +1,89 @@
+"""Train/decode parity: what the decoding drafter computes is what the training layout computes, at every fill level."""
+
+import pytest
+import torch
+
+from spd_lightning.inference.drafting import DraftSession
+from spd_lightning.inference.schedule import CyclePlan
+from spd_lightning.modules.features import FeatureLayout
+from tests.inference.conftest import make_pipeline, run
+from tests.modules.conftest import make_drafter, make_target
+
+LAYOUTS = {
+    "exact": FeatureLayout.build(8, 4),
+    "uneven": FeatureLayout.build(8, 3, stage_layers=[1, 5, 2]),
+    "coarse": FeatureLayout.build(8, 4, anchors=(0, 4, 7)),
+    "one_stage": FeatureLayout.build(8, 1),
+}
+
+
+def training_logits(drafter, states, fill: int) -> torch.Tensor:
+    """Draft logits of the training layout at every position, at one fill level."""
+    seq = states[0].shape[1]
+    visible = torch.tensor(drafter.layout.visibility_table())[fill - 1 : fill]
+    return drafter.lm_head(drafter(states, torch.arange(seq)[None], visible)[0])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_replayed_sequence_gives_the_training_logits_at_every_fill(name: str) -> None:
+    """The same recorded target states into both, float64: equal to 1e-10 wherever the fill can occur."""
+    layout, seq, prompt = LAYOUTS[name], 24, 5
+    n, target = layout.num_stages, make_target("llama", 8)
+    drafter = make_drafter(layout)
+    ids = torch.randint(0, 259, (1, seq), generator=torch.Generator().manual_seed(1))
+    states = target.forward(ids, torch.ones_like(ids), layout.anchors).anchors
+    by_anchor = dict(zip(layout.anchors, states, strict=True))
+    with torch.no_grad():
+        expected = {fill: training_logits(drafter, states, fill) for fill in range(1, n + 1)}
+        for fill in range(1, n + 1):
+            # The first token in flight is position `start`; when `fill` tokens are, the newest is t = start + fill - 1.
+            for newest in range(prompt + fill - 1, seq):
+                start = newest - fill + 1
+                session = DraftSession(drafter, target.model.model.embed_tokens, 64)
+                session.prefill(ids[:, :start], {a: s[:, :start] for a, s in by_anchor.items()})
+                for position in range(start, newest + 1):
+                    depth = newest - position
+                    passed = {
+                        a: s[:, position : position + 1] for a, s in by_anchor.items() if a <= layout.stage_ends[depth]
+                    }
+                    session.receive(position, passed)
+                plan = CyclePlan(cycle=0, epoch=0, fill=fill, newest=newest, num_stages=n)
+                logits = session.draft_logits(plan, int(ids[0, newest]))
+                torch.testing.assert_close(logits, expected[fill][newest], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("family", "tolerance"), [("llama", 1e-9), ("qwen3", 1e-9), ("qwen3_5", 1e-3)])
+@pytest.mark.parametrize("name", ["exact", "uneven"])
+def test_a_whole_decode_drafts_what_training_would(family: str, tolerance: float, name: str) -> None:
+    """End to end with rejections: each cycle's draft logits against the training layout at the fill it had.
+
+    Qwen3.5 runs its delta rule in float32 whatever the model's dtype, and prefills in other blocks than training.
+    """
+    layout, target = LAYOUTS[name], make_target(family, 8)
+    drafter = make_drafter(layout)
+    pipeline = make_pipeline(target, layout, drafter=drafter)
+    drafted: list[tuple[list[int], int, torch.Tensor]] = []
+    draft_logits = pipeline.session.draft_logits
+
+    def recording(plan, newest_token):
+        logits = draft_logits(plan, newest_token)
+        drafted.append((list(current.tokens), plan.fill, logits))
+        return logits
+
+    cycle = pipeline.cycle
+
+    def tracking(schedule):
+        nonlocal current
+        current = schedule
+        return cycle(schedule)
+
+    current = None
+    pipeline.session.draft_logits, pipeline.cycle = recording, tracking
+    _, stats, _ = run(pipeline, layout, list(range(60, 71)), 24)
+    assert stats.num_judged == 23 and 0 < len({fill for _, fill, _ in drafted}) <= layout.num_stages
+    for tokens, fill, logits in drafted:
+        ids = torch.tensor([tokens])
+        states = target.forward(ids, torch.ones_like(ids), layout.anchors).anchors
+        with torch.no_grad():
+            expected = training_logits(drafter, states, fill)[-1]
+        torch.testing.assert_close(logits, expected, rtol=0, atol=tolerance)
