@@ -105,67 +105,51 @@ def test_the_counts_obey_the_identity_of_the_design() -> None:
     assert fills[0] == 1
 
 
-class TestMutants:
-    """Each forgotten piece of state must show in the logits; tokens alone are too weak an oracle."""
+def begin_without_window(ring: RecurrentRing, position: int) -> None:
+    ring.target = position
 
-    def differs(self, name: str = "qwen3_5") -> bool:
-        target, layout = make_target(name, 8, torch.float32), layout_of("n4")
-        expected, logits = autoregressive(target, layout, PROMPTS[2], 24)
-        pipeline = make_pipeline(target, layout, proposer=ScriptedProposer(PROMPTS[2] + expected, 0.5))
-        try:
-            run(pipeline, layout, PROMPTS[2], 24)
-        except (AssertionError, LookupError):
-            return True
+
+def begin_in_one_slot(ring: RecurrentRing, position: int) -> None:
+    BEGIN(ring, position)
+    if ring.conv is not None:
+        ring.conv = ring.conv[:1].expand_as(ring.conv)
+
+
+def one_position_later(*bounds: int, **options) -> torch.Tensor:
+    return ARANGE(*bounds, **options) + (len(bounds) == 2 and bounds[0] > 0)
+
+
+BEGIN, ROLLBACK, RING, ARANGE = RecurrentRing.begin, KeyValueBuffer.rollback, RecurrentRing.__init__, torch.arange
+
+MUTANTS = {
+    "the convolution window is forgotten": ("qwen3_5", RecurrentRing, "begin", begin_without_window),
+    "the recurrent state is forgotten": ("qwen3_5", StageCache, "get_recurrent_state", lambda *_, **__: None),
+    "the buffer is cut one too short": (
+        "llama", KeyValueBuffer, "rollback", lambda buffer, length: ROLLBACK(buffer, max(0, length - 1)),
+    ),
+    "the ring has one slot too few": (
+        "qwen3_5", RecurrentRing, "__init__", lambda ring, slots: RING(ring, max(1, slots - 1)),
+    ),
+    "the slots are aliases of one": ("qwen3_5", RecurrentRing, "begin", begin_in_one_slot),
+    "positions are one too high": ("llama", torch, "arange", one_position_later),
+    "rollbacks are forgotten": ("llama", StageCache, "rollback", lambda cache, length: None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", [None, *MUTANTS])
+def test_a_broken_cache_shows_in_the_bits_of_the_logits(mutant: str | None, monkeypatch) -> None:
+    """Tokens alone are too weak an oracle; and the unbroken code must not differ."""
+    family, *patch = MUTANTS[mutant] if mutant else ("qwen3_5",)
+    target, layout = make_target(family, 8, torch.float32), layout_of("n4")
+    expected, logits = autoregressive(target, layout, PROMPTS[2], 24)
+    if patch:
+        monkeypatch.setattr(*patch)
+    pipeline = make_pipeline(target, layout, proposer=ScriptedProposer(PROMPTS[2] + expected, 0.5))
+    try:
+        run(pipeline, layout, PROMPTS[2], 24)
+    except (AssertionError, LookupError):
+        caught = True
+    else:
         found = pipeline.verifier.logits
-        return any(not torch.equal(found[p], logits[p]) for p in logits if p in found) or found.keys() != logits.keys()
-
-    def test_the_unbroken_code_does_not_differ(self) -> None:
-        assert not self.differs()
-
-    def test_forgetting_the_convolution_window(self, monkeypatch) -> None:
-        def begin(ring, position):
-            ring.target = position
-
-        monkeypatch.setattr(RecurrentRing, "begin", begin)
-        assert self.differs()
-
-    def test_forgetting_the_recurrent_state(self, monkeypatch) -> None:
-        monkeypatch.setattr(StageCache, "update_recurrent_state", lambda cache, states, index, *_, **__: states)
-        monkeypatch.setattr(StageCache, "get_recurrent_state", lambda *_: None)
-        assert self.differs()
-
-    def test_a_buffer_cut_one_too_short(self, monkeypatch) -> None:
-        rollback = KeyValueBuffer.rollback
-        monkeypatch.setattr(KeyValueBuffer, "rollback", lambda buffer, length: rollback(buffer, max(0, length - 1)))
-        assert self.differs("llama")
-
-    def test_one_slot_too_few(self, monkeypatch) -> None:
-        init = RecurrentRing.__init__
-        monkeypatch.setattr(RecurrentRing, "__init__", lambda ring, slots: init(ring, max(1, slots - 1)))
-        assert self.differs()
-
-    def test_aliased_slots(self, monkeypatch) -> None:
-        begin = RecurrentRing.begin
-
-        def alias(ring, position):
-            begin(ring, position)
-            if ring.conv is not None and ring.recurrent is not None:
-                ring.conv = ring.conv[:1].expand_as(ring.conv)
-
-        monkeypatch.setattr(RecurrentRing, "begin", alias)
-        assert self.differs()
-
-    def test_a_position_off_by_one(self, monkeypatch) -> None:
-        from spd_lightning.inference import stage
-
-        original = stage.torch.arange
-        monkeypatch.setattr(
-            stage.torch,
-            "arange",
-            lambda a, *rest, **kw: original(a + bool(rest and a), *[r + bool(a) for r in rest], **kw),
-        )
-        target, layout = make_target("llama", 8, torch.float32), layout_of("n4")
-        shifted = autoregressive(target, layout, PROMPTS[2], 8)[1]
-        monkeypatch.undo()
-        right = autoregressive(target, layout, PROMPTS[2], 8)[1]
-        assert any(not torch.equal(shifted[p], right[p]) for p in right)
+        caught = found.keys() != logits.keys() or any(not torch.equal(found[p], logits[p]) for p in logits)
+    assert caught is (mutant is not None)

@@ -161,10 +161,6 @@ class FrozenTarget:
             model.lm_head.weight = model.get_input_embeddings().weight
         return cls(cast(Any, model).to(device), shape, name_or_path)
 
-    def to(self, device: torch.device) -> "FrozenTarget":
-        self.model.to(cast(Any, device))
-        return self
-
     @property
     def head_weight(self) -> Float[Tensor, "vocab dim"]:
         return cast(nn.Linear, self.model.lm_head).weight
