@@ -8,6 +8,8 @@ import importlib.util
 import os
 import shutil
 import socket
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,14 @@ TRAINING_TEXT = (
 def _one_torch_thread() -> None:
     """Tiny models run an order of magnitude faster on one thread, and results do not depend on the machine."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_wandb_run_left() -> Iterator[None]:
+    """A process has one W&B run at a time, which the next test's logger would go on with."""
+    yield
+    if (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
+        wandb.finish()
 
 
 @pytest.fixture(autouse=True)
