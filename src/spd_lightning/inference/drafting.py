@@ -83,16 +83,16 @@ class DraftSession:
         oldest = plan.newest - plan.fill + 1
         assert oldest - self.length <= 1, f"{oldest} tokens have left, but only {self.length} were taken in"
         rows = [
-            self._row(position, depth=min(self.num_stages, plan.newest - position) if position >= oldest else None)
+            self._row(position, depth=plan.newest - position if position >= oldest else self.num_stages)
             for position in range(self.length, plan.newest + 1)
         ]
         hidden = self._run(torch.cat(rows, dim=2), keep=oldest - self.length)
         return self.drafter.lm_head(hidden[0, 0, -1])
 
-    def _row(self, position: int, depth: int | None) -> Float[Tensor, "1 1 1 dim"]:
-        """The feature of one token in flight, or of one that has left (`depth` none)."""
+    def _row(self, position: int, depth: int) -> Float[Tensor, "1 1 1 dim"]:
+        """The feature of one token in flight, or of one that has just left."""
         states = self.states[:, position % (self.num_stages + 1)]
-        return self._features([state[None, None] for state in states], self.num_stages if depth is None else depth)
+        return self._features([state[None, None] for state in states], depth)
 
     def _features(self, states: list[Tensor], depth: int) -> Float[Tensor, "1 1 seq dim"]:
         """`g^depth` of tokens, from as many anchor states as that depth has passed."""
