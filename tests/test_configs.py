@@ -8,13 +8,22 @@ import pytest
 import yaml
 
 from spd_lightning.cli import TrainingCLI, main
+from spd_lightning.data.cli import main as data_main
 from spd_lightning.data.datamodule import DialogueDataModule
+from spd_lightning.modules.checkpoint import load_drafter
 from spd_lightning.modules.lit_module import DistillationModule
 from spd_lightning.modules.tiny_target import save_tiny_target
 
 REPO = Path(__file__).resolve().parents[1]
 CONFIGS = sorted([*(REPO / "configs").glob("*.yaml"), *(REPO / "benchmarks").glob("*.yaml")])
-PUBLISHED = {"pdm_n4": (4, 4), "pdm_n8": (8, 3), "pdm_n16": (16, 2), "pdm_9b_n8": (8, 3), "pdm_n8_exact": (8, 3)}
+PUBLISHED = {
+    "pdm_n4": (4, 4),
+    "pdm_n8": (8, 3),
+    "pdm_n16": (16, 2),
+    "pdm_9b_n8": (8, 3),
+    "pdm_n8_exact": (8, 3),
+    "pdm_n8_post_step": (8, 3),
+}
 
 pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI's args parameter", "ignore:Experiment logs directory")
 
@@ -51,6 +60,7 @@ def test_every_configuration_instantiates(path: Path, targets: dict[int, Path], 
         trainer = cli.trainer
         assert cli.datamodule.batch_size * trainer.accumulate_grad_batches * trainer.world_size == 64
         assert (trainer.max_epochs, trainer.gradient_clip_val) == (1, 1.0)
+        assert cli.model.layout.schedule == ("post_step" if path.stem == "pdm_n8_post_step" else "pre_step")
         exact = path.stem == "pdm_n8_exact"
         assert cli.model.layout.rows == ("exact" if exact else "shared")
         assert cli.model.layout.anchors == ((0, 4, 8, 12, 16, 20, 24, 28, 31) if exact else (0, 8, 16, 24, 31))
@@ -67,6 +77,59 @@ def test_every_key_of_the_product_configurations_is_set(path: Path) -> None:
             set(owner.__init__.__annotations__) - {"return", "layout"} - ({"target"} if section == "data" else set())
         )
         assert set(config[section]) == options
+
+
+def test_every_configuration_states_its_schedule() -> None:
+    assert all("schedule" in yaml.safe_load(path.read_text())["model"] for path in CONFIGS)
+
+
+def test_the_post_step_ablation_differs_from_the_published_layout_in_the_schedule_alone() -> None:
+    published, ablation = (
+        yaml.safe_load((REPO / "configs" / f"{name}.yaml").read_text()) for name in ("pdm_n8", "pdm_n8_post_step")
+    )
+    assert ablation["model"] == published["model"] | {"schedule": "post_step"}
+    assert ablation["data"] == published["data"]
+    assert {key: value for key, value in ablation["trainer"].items() if key not in ("default_root_dir", "logger")} == {
+        key: value for key, value in published["trainer"].items() if key not in ("default_root_dir", "logger")
+    }
+
+
+@pytest.mark.parametrize("rows", ["exact", "shared"])
+def test_a_post_step_run_ends_with_a_post_step_drafter(rows: str, tmp_path: Path, monkeypatch) -> None:
+    """Three optimizer steps of the debug configuration and a validation at every fill."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPD_CACHE", str(tmp_path / "cache"))
+    common = ["--model.rows", rows, "--model.anchors", "[0, 2, 7]", "--trainer.limit_train_batches", "3"]
+    for schedule in ("pre_step", "post_step"):
+        where = ["--trainer.default_root_dir", schedule, "--trainer.logger.init_args.save_dir", schedule]
+        main(["fit", "--config", str(REPO / "configs" / "debug.yaml"), "--model.schedule", schedule, *where, *common])
+    pre, post = (load_drafter(Path(schedule) / "drafter") for schedule in ("pre_step", "post_step"))
+    assert post.record["schedule"] == post.module.config.schedule == post.module.layout.schedule == "post_step"
+    assert post.module.layout.row_depths == ((1, 2, 3, 4) if rows == "exact" else (1, 4))
+    assert (sorted(pre.module.features.projections), sorted(post.module.features.projections)) == (
+        ["0", "1", "2"],
+        ["1", "2"],
+    )
+    figures = [drafter.record["provenance"]["metrics"] for drafter in (pre, post)]
+    assert figures[0]["val/p_t1_fill_4"] != figures[0]["val/p_t1_fill_3"]
+    assert figures[1]["val/p_t1_fill_4"] == figures[1]["val/p_t1_fill_3"]  # the same states are visible
+    assert figures[1]["val/p_t1_fill_3"] != figures[1]["val/p_t1_fill_2"]
+
+
+def test_an_unknown_schedule_is_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--config", str(REPO / "configs" / "debug.yaml"), "--model.schedule", "mid_step"])
+    assert ended.value.code == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(errors) == 1 and "mid_step" in errors[0] and "post_step" in errors[0]
+
+
+def test_the_estimate_counts_the_row_types_of_the_schedule(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    for schedule, num_rows in (("pre_step", 5), ("post_step", 4)):
+        data_main(["estimate", "--config", str(REPO / "configs" / "debug.yaml"), "--model.schedule", schedule])
+        assert f"and {num_rows} row types" in capsys.readouterr().out
 
 
 def test_pdm_n8_trains_with_only_target_and_sources_replaced(

@@ -8,8 +8,8 @@ from spd_lightning.data.replication import Replicator, draw_fill
 from spd_lightning.modules.features import FeatureLayout, visible_depth
 
 
-def layout(num_stages=4, rows="exact"):
-    return FeatureLayout.build(num_layers=8, num_stages=num_stages, rows=rows)
+def layout(num_stages=4, rows="exact", schedule="pre_step"):
+    return FeatureLayout.build(num_layers=8, num_stages=num_stages, rows=rows, schedule=schedule)
 
 
 def collate(rows, fill, num_stages=4, is_filler=False, **options):
@@ -62,13 +62,15 @@ def test_a_filler_supervises_nothing():
     assert batch.attention_mask.all()
 
 
+@pytest.mark.parametrize(("schedule", "mask_fills"), [("pre_step", [1, 2, 3, 4]), ("post_step", [2, 3, 4, 4])])
 @pytest.mark.parametrize("rows", ["exact", "shared"])
-def test_structural_mask_is_that_of_each_sequences_fill(rows):
-    features = layout(4, rows)
+def test_structural_mask_is_that_of_each_sequences_fill(rows, schedule, mask_fills):
+    features = layout(4, rows, schedule)
     ids = [np.array([1, 2])] * 4
     batch = Replicator(features).collate(ids, ids, torch.tensor([1, 2, 3, 4]))
     assert batch.row_depths.tolist() == list(features.row_depths)
-    for sequence, fill in enumerate(batch.fill.tolist()):
+    assert batch.fill.tolist() == [1, 2, 3, 4]
+    for sequence, fill in enumerate(mask_fills):
         for row, depth in enumerate(features.row_depths):
             for distance in range(5):
                 expected = features.row_of_depth(visible_depth(depth, distance, fill, 4))

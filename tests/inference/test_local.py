@@ -8,7 +8,7 @@ from spd_lightning.inference.caches import KeyValueBuffer, RecurrentRing, StageC
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.stopping import StopCondition
 from spd_lightning.inference.verify import make_verifier
-from spd_lightning.modules.features import FeatureLayout
+from spd_lightning.modules.features import FeatureLayout, Schedule
 from spd_lightning.modules.tiny_target import NUM_TOKENS
 from tests.inference.conftest import GREEDY, TOKENIZER, RecordingVerifier, ScriptedProposer, cut, make_pipeline, run
 from tests.modules.conftest import make_target
@@ -18,9 +18,9 @@ TARGETS = {"qwen3_5": {}, "qwen3_5_tied": {"tie_word_embeddings": True}, "qwen3"
 PROMPTS = [[65], [72, 105], list(range(60, 71))]
 
 
-def layout_of(split: str) -> FeatureLayout:
+def layout_of(split: str, schedule: Schedule = "pre_step") -> FeatureLayout:
     num_layers, num_stages, stage_layers = SPLITS[split]
-    return FeatureLayout.build(num_layers, num_stages, stage_layers)
+    return FeatureLayout.build(num_layers, num_stages, stage_layers, schedule=schedule)
 
 
 def autoregressive(target, layout, prompt, max_new_tokens, params=GREEDY, eos=(), stop=()):
@@ -30,15 +30,19 @@ def autoregressive(target, layout, prompt, max_new_tokens, params=GREEDY, eos=()
     return tokens, verifier.logits
 
 
-@pytest.mark.parametrize(
-    ("split", "dtype"),
-    [*((split, torch.float32) for split in SPLITS), ("n4", torch.bfloat16), ("n8", torch.bfloat16)],
-    ids=str,
-)
-@pytest.mark.parametrize("name", TARGETS)
-def test_tokens_and_logit_bits_are_those_of_plain_decoding(name: str, split: str, dtype: torch.dtype) -> None:
+CASES = [
+    *((name, split, torch.float32, "pre_step") for name in TARGETS for split in SPLITS),
+    *((name, split, torch.bfloat16, "pre_step") for name in TARGETS for split in ("n4", "n8")),
+    *((name, split, torch.float32, "post_step") for name in ("qwen3_5", "llama") for split in ("n1", "n4", "uneven")),
+]
+
+
+@pytest.mark.parametrize(("name", "split", "dtype", "schedule"), CASES, ids=str)
+def test_tokens_and_logit_bits_are_those_of_plain_decoding(
+    name: str, split: str, dtype: torch.dtype, schedule: Schedule
+) -> None:
     """Drafters that are never, sometimes and always right; prompts of one token and shorter than `n`."""
-    target, layout = make_target(name.removesuffix("_tied"), 8, dtype, **TARGETS[name]), layout_of(split)
+    target, layout = make_target(name.removesuffix("_tied"), 8, dtype, **TARGETS[name]), layout_of(split, schedule)
     for prompt in PROMPTS:
         expected, logits = autoregressive(target, layout, prompt, 24)
         for accuracy in (0.0, 0.6, 1.0):
@@ -56,9 +60,12 @@ def test_tokens_and_logit_bits_are_those_of_plain_decoding(name: str, split: str
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3", "llama"])
-@pytest.mark.parametrize("split", ["n1", "n4", "uneven"])
-def test_a_real_drafter_changes_no_token_greedy_or_coupled(name: str, split: str) -> None:
-    target, layout = make_target(name, 8, torch.float32), layout_of(split)
+@pytest.mark.parametrize(
+    ("split", "schedule"),
+    [*((split, "pre_step") for split in ("n1", "n4", "uneven")), ("n1", "post_step"), ("n4", "post_step")],
+)
+def test_a_real_drafter_changes_no_token_greedy_or_coupled(name: str, split: str, schedule: Schedule) -> None:
+    target, layout = make_target(name, 8, torch.float32), layout_of(split, schedule)
     for params in (SamplingParams(), SamplingParams(temperature=1.0, seed=3, verify="coupled")):
         for prompt in PROMPTS:
             expected, _ = autoregressive(target, layout, prompt, 24, params)

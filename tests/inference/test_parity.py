@@ -6,7 +6,7 @@ import torch
 from spd_lightning.inference.drafting import DraftSession
 from spd_lightning.inference.schedule import CyclePlan
 from spd_lightning.modules.features import FeatureLayout
-from tests.inference.conftest import make_pipeline, run
+from tests.inference.conftest import ScriptedProposer, make_pipeline, run
 from tests.modules.conftest import make_drafter, make_target
 
 LAYOUTS = {
@@ -14,6 +14,10 @@ LAYOUTS = {
     "uneven": FeatureLayout.build(8, 3, stage_layers=[1, 5, 2]),
     "coarse": FeatureLayout.build(8, 4, anchors=(0, 4, 7)),
     "one_stage": FeatureLayout.build(8, 1),
+    "post_step": FeatureLayout.build(8, 4, schedule="post_step"),
+    "post_step_uneven": FeatureLayout.build(8, 3, stage_layers=[1, 5, 2], schedule="post_step"),
+    "post_step_coarse": FeatureLayout.build(8, 4, anchors=(0, 4, 7), schedule="post_step"),
+    "post_step_one_stage": FeatureLayout.build(8, 1, schedule="post_step"),
 }
 
 
@@ -42,7 +46,7 @@ def test_a_replayed_sequence_gives_the_training_logits_at_every_fill(name: str) 
                 session = DraftSession(drafter, target.model.model.embed_tokens, 64)
                 session.prefill(ids[:, :start], {a: s[:, :start] for a, s in by_anchor.items()})
                 for position in range(start, newest + 1):
-                    depth = newest - position
+                    depth = newest - position + (layout.schedule == "post_step")
                     passed = {
                         a: s[:, position : position + 1] for a, s in by_anchor.items() if a <= layout.stage_ends[depth]
                     }
@@ -53,15 +57,19 @@ def test_a_replayed_sequence_gives_the_training_logits_at_every_fill(name: str) 
 
 
 @pytest.mark.parametrize(("family", "tolerance"), [("llama", 1e-9), ("qwen3", 1e-9), ("qwen3_5", 1e-3)])
-@pytest.mark.parametrize("name", ["exact", "uneven"])
+@pytest.mark.parametrize(
+    "name", ["exact", "uneven", "one_stage", "post_step", "post_step_uneven", "post_step_one_stage"]
+)
 def test_a_whole_decode_drafts_what_training_would(family: str, tolerance: float, name: str) -> None:
-    """End to end with rejections: each cycle's draft logits against the training layout at the fill it had.
+    """End to end, accepted and rejected: each cycle's draft logits against the training layout at the fill it had.
 
     Qwen3.5 runs its delta rule in float32 whatever the model's dtype, and prefills in other blocks than training.
     """
     layout, target = LAYOUTS[name], make_target(family, 8)
     drafter = make_drafter(layout)
-    pipeline = make_pipeline(target, layout, drafter=drafter)
+    prompt = list(range(60, 71))
+    answer, _, _ = run(make_pipeline(target, layout, drafter=drafter), layout, prompt, 24)
+    pipeline = make_pipeline(target, layout, drafter=drafter, proposer=ScriptedProposer(prompt + answer, 0.6))
     drafted: list[tuple[list[int], int, torch.Tensor]] = []
     draft_logits = pipeline.session.draft_logits
 
@@ -79,8 +87,9 @@ def test_a_whole_decode_drafts_what_training_would(family: str, tolerance: float
 
     current = None
     pipeline.session.draft_logits, pipeline.cycle = recording, tracking
-    _, stats, _ = run(pipeline, layout, list(range(60, 71)), 24)
-    assert stats.num_judged == 23 and 0 < len({fill for _, fill, _ in drafted}) <= layout.num_stages
+    tokens, stats, _ = run(pipeline, layout, prompt, 24)
+    assert tokens == answer and stats.num_judged == 23 and 5 < stats.num_accepted < 23
+    assert {fill for _, fill, _ in drafted} == set(range(1, layout.num_stages + 1))
     for tokens, fill, logits in drafted:
         ids = torch.tensor([tokens])
         states = target.forward(ids, torch.ones_like(ids), layout.anchors).anchors

@@ -24,6 +24,7 @@ def make_drafter(layout: FeatureLayout, dtype: torch.dtype = torch.float64, **ov
         stage_layers=layout.stage_layers,
         anchors=layout.anchors,
         rows=layout.rows,
+        schedule=layout.schedule,
         num_spec_layers=2,
         hidden_size=32,
         intermediate_size=48,

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jaxtyping
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,9 +18,8 @@ from tests.modules.conftest import make_drafter
 LAYOUT = FeatureLayout.build(8, 4)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    drafter = make_drafter(LAYOUT, torch.float32)
+def write_folder(folder: Path, layout: FeatureLayout) -> Path:
+    drafter = make_drafter(layout, torch.float32)
     record = drafter_record(
         drafter.config,
         target_name="tiny",
@@ -28,8 +28,13 @@ def folder(tmp_path: Path) -> Path:
         draft_vocab=DraftVocab(tuple(drafter.draft_token_ids.tolist()), provenance={"tokenizer_name": "tiny"}),
         metrics={"val/s0": 2.5},
     )
-    save_drafter(tmp_path / "drafter", drafter.state_dict(), record)
-    return tmp_path / "drafter"
+    save_drafter(folder, drafter.state_dict(), record)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "drafter", LAYOUT)
 
 
 def test_a_drafter_comes_back_bit_for_bit(folder: Path) -> None:
@@ -42,6 +47,32 @@ def test_a_drafter_comes_back_bit_for_bit(folder: Path) -> None:
     assert not read.module.training and not any(p.requires_grad for p in read.module.parameters())
     half = load_drafter(folder, torch.bfloat16).module
     assert half.lm_head.weight.dtype == torch.bfloat16 and half.draft_token_ids.dtype == torch.int64
+
+
+@pytest.mark.parametrize("schedule", ["pre_step", "post_step"])
+def test_the_schedule_travels_in_the_folder(schedule: str, tmp_path: Path) -> None:
+    layout = FeatureLayout.build(8, 4, schedule=schedule)
+    read = load_drafter(write_folder(tmp_path, layout))
+    assert read.module.layout == layout
+    assert read.record["schedule"] == read.record["drafter"]["schedule"] == schedule
+
+
+def test_a_folder_written_before_there_were_two_schedules_is_pre_step(folder: Path) -> None:
+    record = json.loads((folder / "config.json").read_text())
+    del record["drafter"]["schedule"]
+    (folder / "config.json").write_text(json.dumps(record))
+    assert load_drafter(folder).module.layout == LAYOUT and LAYOUT.schedule == "pre_step"
+    edit(folder, schedule="post_step")
+    with pytest.raises(ValueError, match=r"schedule='post_step', but this release reads .* with 'pre_step'"):
+        load_drafter(folder)
+
+
+def test_an_unknown_schedule_in_a_folder_gives_one_line(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside tests
+    edit_drafter(folder, schedule="mid_step")
+    edit(folder, schedule="mid_step")
+    with pytest.raises(ValueError, match=r"config.json: schedule='mid_step': must be 'pre_step' or 'post_step'$"):
+        load_drafter(folder)
 
 
 def test_nothing_but_the_two_files_is_left(folder: Path) -> None:
@@ -87,7 +118,8 @@ def change_vocabulary(folder: Path) -> None:
         (lambda folder: edit(folder, format_version=99), "format version 99"),
         (lambda folder: edit(folder, format="other"), "not a drafter of this project"),
         (lambda folder: edit(folder, drafter={}), "incomplete"),
-        (lambda folder: edit(folder, schedule="post_step"), "schedule='post_step'; this release reads"),
+        (lambda folder: edit(folder, schedule="post_step"), "schedule='post_step', but .* with 'pre_step'"),
+        (lambda folder: edit_drafter(folder, schedule="post_step"), "schedule='pre_step', but .* with 'post_step'"),
         (lambda folder: edit(folder, norm_convention="one_plus_weight"), "norm_convention='one_plus_weight'"),
         (lambda folder: edit_drafter(folder, rope_theta=5e5), "rotary="),
         (lambda folder: edit_drafter(folder, num_stages=8), "num_stages=8, but stage_layers"),

@@ -18,6 +18,11 @@ LAYOUTS = {
     "exact_uneven": FeatureLayout.build(9, 3, stage_layers=[2, 4, 3]),
     "exact_coarse": FeatureLayout.build(8, 4, anchors=(0, 4, 7)),
     "shared": FeatureLayout.build(8, 4, anchors=(0, 4, 7), rows="shared"),
+    "post_step": FeatureLayout.build(8, 4, schedule="post_step"),
+    "post_step_one_stage": FeatureLayout.build(8, 1, schedule="post_step"),
+    "post_step_uneven": FeatureLayout.build(9, 3, stage_layers=[2, 4, 3], schedule="post_step"),
+    "post_step_shared": FeatureLayout.build(8, 4, anchors=(0, 4, 7), rows="shared", schedule="post_step"),
+    "post_step_shared_without_0": FeatureLayout.build(8, 4, anchors=(0, 2, 7), rows="shared", schedule="post_step"),
 }
 
 
@@ -25,12 +30,15 @@ class NaiveDrafter:
     """Evaluates one (depth, position) at a time by the definition, with a memo; uses only the drafter's weights.
 
     `h(layer, d, t)` attends to `h(layer - 1, D(d, t - T; a), T)` for every `T <= t`; with shared rows each depth is
-    replaced by the depth that its row type stands for.
+    replaced by the depth that its row type stands for. The output is that of depth 0, or of depth 1 post-step, where
+    `a` is `min(n, a + 1)` of the tokens in flight.
     """
 
     def __init__(self, drafter: PipelineDraftModule, states: list[Tensor], fill: int) -> None:
-        self.drafter, self.states, self.fill = drafter, states, fill
+        self.drafter, self.states = drafter, states
         self.layout, self.config = drafter.layout, drafter.config
+        is_post_step = self.layout.schedule == "post_step"
+        self.newest_depth, self.fill = (1, min(self.layout.num_stages, fill + 1)) if is_post_step else (0, fill)
         self.memo: dict[tuple[int, int, int], Tensor] = {}
 
     def represent(self, depth: int) -> int:
@@ -92,7 +100,7 @@ class NaiveDrafter:
         return out + block.mlp.down_proj.weight @ (gate * torch.sigmoid(gate) * up)
 
     def output(self, position: int) -> Tensor:
-        return self.norm(self.drafter.norm, self.hidden(len(self.drafter.layers), 0, position))
+        return self.norm(self.drafter.norm, self.hidden(len(self.drafter.layers), self.newest_depth, position))
 
 
 def random_states(layout: FeatureLayout, batch: int, seq: int) -> list[Tensor]:
@@ -156,8 +164,9 @@ def test_rotary_of_16_bit_heads_is_computed_in_float32() -> None:
     assert torch.equal(rotate(x, tables), rotate(x.float(), tables).bfloat16())
 
 
-def test_only_the_first_row_is_a_query_in_the_last_layer() -> None:
-    layout, seen = LAYOUTS["exact"], []
+@pytest.mark.parametrize("name", ["exact", "post_step"])
+def test_only_the_first_row_is_a_query_in_the_last_layer(name: str) -> None:
+    layout, seen = LAYOUTS[name], []
 
     def attention(query: Tensor, *others: Tensor) -> Tensor:
         seen.append(query.shape[2])
@@ -185,6 +194,8 @@ def test_only_reachable_anchors_have_parameters() -> None:
         layout = FeatureLayout.build(9, 3, anchors=(0, 3, 5, 6, 8, 9), rows="shared")
     drafter = make_drafter(layout)
     assert sorted(drafter.features.projections) == ["0", "1", "3", "5"]
+    post_step = make_drafter(FeatureLayout.build(9, 3, schedule="post_step"))
+    assert sorted(post_step.features.projections) == ["1", "2", "3"] and post_step.features.num_anchors == 4
     unreachable_end = FeatureLayout(stage_layers=(3, 3, 3), anchors=(0, 3, 6), rows="shared")
     assert make_drafter(unreachable_end).features.num_anchors == 3
 

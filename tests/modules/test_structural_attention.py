@@ -14,6 +14,9 @@ LAYOUTS = {
     "shared_n8": FeatureLayout.build(32, 8, anchors=(0, 8, 16, 24, 31), rows="shared"),
     "shared_n5": FeatureLayout.build(10, 5, anchors=(0, 9), rows="shared"),
     "one_row": FeatureLayout.build(8, 4, anchors=(0,), rows="shared"),
+    "post_step_n4": FeatureLayout.build(8, 4, schedule="post_step"),
+    "post_step_n1": FeatureLayout.build(8, 1, schedule="post_step"),
+    "post_step_shared_n8": FeatureLayout.build(32, 8, None, (0, 8, 16, 24, 31), "shared", "post_step"),
 }
 
 

@@ -46,7 +46,7 @@ class DialogueDataModule(LightningDataModule):
     A run that is interrupted and resumed sees exactly the batches that were left.
 
     Args:
-        layout: stages, anchors and row types of the drafter; comes from the model.
+        layout: stages, anchors, row types and schedule of the drafter; comes from the model.
         target: folder or hub id of the target, whose tokenizer, template and EOS ids are used; comes from the model.
         sources: what to train on, mixed by `weight`: how often an epoch shows each row of the source (0.5: a half).
         val_sources: what to validate on; without it `val_rows` of the training rows are held out.

@@ -13,11 +13,11 @@ from tqdm import tqdm
 
 from spd_lightning.data.drop_report import SourceReport
 from spd_lightning.data.encode_pool import encode_chunk
-from spd_lightning.data.model_size import DrafterSize, TargetSize, read_target_size
 from spd_lightning.data.preparation import EncodingOptions
 from spd_lightning.data.rows import SourceRow
 from spd_lightning.data.sources import Source, iter_rows
-from spd_lightning.modules.features import FeatureLayout
+from spd_lightning.modules.features import FeatureLayout, RowMode, Schedule
+from spd_lightning.modules.model_size import DrafterSize, TargetSize, read_target_size
 from spd_lightning.modules.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class ModelOptions:
         stage_layers: target layers per stage; as even as possible when absent.
         anchors: target layers that the drafter reads, or `auto`.
         rows: row types, `exact` or `shared`.
+        schedule: `pre_step` or `post_step`.
         num_spec_layers: decoder layers of the drafter.
         num_heads: query heads of the drafter; the target's when absent.
         num_kv_heads: key and value heads of the drafter; the target's when absent.
@@ -52,7 +53,8 @@ class ModelOptions:
     num_stages: int
     stage_layers: list[int] | None = None
     anchors: list[int] | Literal["auto"] = "auto"
-    rows: Literal["exact", "shared"] = "exact"
+    rows: RowMode = "exact"
+    schedule: Schedule = "pre_step"
     num_spec_layers: int = 2
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -142,7 +144,9 @@ def estimate_run(model: ModelOptions, trainer: TrainerOptions, data: Any, sample
     tokenizer = load_tokenizer(model.target)
     options = EncodingOptions(turns=data.turns, max_length=data.max_length, on_long=data.on_long)
     target = read_target_size(model.target)
-    layout = FeatureLayout.build(target.num_layers, model.num_stages, model.stage_layers, model.anchors, model.rows)
+    layout = FeatureLayout.build(
+        target.num_layers, model.num_stages, model.stage_layers, model.anchors, model.rows, model.schedule
+    )
     drafter = DrafterSize.of(
         target,
         layout,

@@ -31,7 +31,7 @@ class Replicator:
     """Collates encoded rows into a `ReplicatedBatch` of one feature layout.
 
     Args:
-        layout: stages, anchors and row types of the drafter.
+        layout: stages, anchors, row types and schedule of the drafter.
         seed: of the fill draws.
         pad_token_id: fills the sequences up on the right; masked everywhere, so any valid id will do.
         simulate_fill: if false, the pipeline is always full.

@@ -63,7 +63,12 @@ class RecurrentRing:
         self.conv: Tensor | None = None
         self.recurrent: Tensor | None = None
         self.tags = [-1] * slots
-        self.last = -1
+        self.last = self.target = -1
+
+    @property
+    def slot(self) -> int:
+        """Where the position that is being run writes."""
+        return self.target % self.slots
 
     def read(self, states: Tensor | None) -> Tensor | None:
         """The state after the last position; none before the first.
@@ -83,12 +88,11 @@ class RecurrentRing:
     def begin(self, position: int) -> None:
         """Readies the slot of `position`: its window starts as a copy of the last one, to be shifted in place."""
         before = self.read(self.conv)
-        slot = position % self.slots
+        self.target = position
         if before is not None:
             assert self.conv is not None
-            if slot != self.last % self.slots:
-                self.conv[slot].copy_(before)
-        self.target = position
+            if self.slot != self.last % self.slots:
+                self.conv[self.slot].copy_(before)
 
     def rollback(self, length: int) -> None:
         """Goes back to the state after position `length - 1`."""
@@ -145,7 +149,7 @@ class StageCache:
         for layer in self.layers:
             if isinstance(layer, RecurrentRing):
                 layer.last = layer.target
-                layer.tags[layer.target % layer.slots] = layer.target
+                layer.tags[layer.slot] = layer.target
             else:
                 assert layer.length == self.length
 
@@ -177,7 +181,7 @@ class StageCache:
         if ring.last < 0:
             return None
         assert ring.conv is not None
-        return ring.conv[ring.target % ring.slots]
+        return ring.conv[ring.slot]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         ring = self._ring(layer_idx)
@@ -195,7 +199,7 @@ class StageCache:
         if ring.conv is None:
             shape = (ring.slots, *conv_states.shape[:-1], conv_kernel_size)
             ring.conv = torch.zeros(shape, dtype=conv_states.dtype, device=conv_states.device)
-        window = ring.conv[ring.target % ring.slots]
+        window = ring.conv[ring.slot]
         kept = conv_states[..., -conv_kernel_size:]
         window.zero_()
         window[..., conv_kernel_size - kept.shape[-1] :].copy_(kept)
@@ -206,7 +210,7 @@ class StageCache:
         if ring.recurrent is None:
             shape = (ring.slots, *recurrent_states.shape)
             ring.recurrent = torch.zeros(shape, dtype=recurrent_states.dtype, device=recurrent_states.device)
-        state = ring.recurrent[ring.target % ring.slots]
+        state = ring.recurrent[ring.slot]
         state.copy_(recurrent_states)
         return state
 

@@ -1,6 +1,6 @@
 """The loop of one decode: plan, run, advance, stop on what is committed. Knows no tensors and no transport."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -38,11 +38,17 @@ class Pipeline(Protocol):
         """Undoes what a rejection made void."""
         ...
 
+    def abandon(self, schedule: PipelineSchedule) -> None:
+        """Ends a decode that nobody listens to any more, between two cycles."""
+        ...
+
 
 def decode(
     pipeline: Pipeline, num_stages: int, prompt: Sequence[int], stop: StopCondition, stats: DecodeStats
-) -> Iterator[int]:
+) -> Generator[int]:
     """Yields committed tokens, the prefill's first. What is in flight at the end is dropped.
+
+    The generator may be closed before the end; then the pipeline is told so.
 
     Args:
         pipeline: does the work.
@@ -57,23 +63,28 @@ def decode(
     schedule = PipelineSchedule(num_stages, prompt, pipeline.prefill(prompt))
     drafted_at: dict[int, int] = {}
     stop.push(schedule.tokens[-1])
-    yield schedule.tokens[-1]
-    while stop.end is None:
-        # At least one token is committed every n cycles.
-        if schedule.num_cycles >= num_stages * (stop.max_new_tokens + 1):
-            raise RuntimeError(
-                f"{schedule.num_cycles} cycles for {stop.max_new_tokens} tokens: the decode does not end"
-            )
-        plan = schedule.plan()
-        drafted_at[plan.drafted] = plan.fill
-        outcome = pipeline.cycle(schedule)
-        rollback = schedule.advance(outcome.draft, outcome.verdict)
-        stats.num_cycles += 1
-        if outcome.verdict is None:
-            continue
-        judged = schedule.num_verified - 1
-        stats.num_committed += 1
-        stats.judgements.append(Judgement(judged, drafted_at.pop(judged), outcome.verdict.accepted))
-        if stop.push(outcome.verdict.token) is None and rollback is not None:
-            pipeline.rollback(rollback)
-        yield outcome.verdict.token
+    try:
+        yield schedule.tokens[-1]
+        while stop.end is None:
+            # At least one token is committed every n cycles.
+            if schedule.num_cycles >= num_stages * (stop.max_new_tokens + 1):
+                raise RuntimeError(
+                    f"{schedule.num_cycles} cycles for {stop.max_new_tokens} tokens: the decode does not end"
+                )
+            plan = schedule.plan()
+            drafted_at[plan.drafted] = plan.fill
+            outcome = pipeline.cycle(schedule)
+            rollback = schedule.advance(outcome.draft, outcome.verdict)
+            stats.num_cycles += 1
+            if outcome.verdict is None:
+                continue
+            judged = schedule.num_verified - 1
+            stats.num_committed += 1
+            stats.judgements.append(Judgement(judged, drafted_at.pop(judged), outcome.verdict.accepted))
+            if stop.push(outcome.verdict.token) is None and rollback is not None:
+                pipeline.rollback(rollback)
+            yield outcome.verdict.token
+    except GeneratorExit:
+        if stop.end is None:
+            pipeline.abandon(schedule)
+        raise

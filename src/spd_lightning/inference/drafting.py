@@ -1,6 +1,7 @@
 """The drafter while decoding: its cache of depth-`n` rows and the states of the tokens in flight (design §5, step 1).
 
-Pre-step: it reads what earlier cycles left behind, so it runs at the same time as the stages. Knows no transport.
+It reads what it has received; whether a cycle's own stage forwards are among that is the layout's schedule. Knows no
+transport.
 """
 
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ class DraftSession:
         self.drafter = drafter
         self.embedding = embedding
         config, weight = drafter.config, drafter.lm_head.weight
+        self.layout = drafter.layout
         self.num_stages = config.num_stages
         self.anchors = drafter.layout.anchors[: drafter.features.num_anchors]
         self.buffers = [
@@ -41,7 +43,7 @@ class DraftSession:
             )
             for _ in drafter.layers
         ]
-        # States of the tokens in flight and of the one that has just left, in slot `position mod (n + 1)`.
+        # States of the tokens in flight and, pre-step, of the one that has just left: slot `position mod (n + 1)`.
         shape = (len(self.anchors), config.num_stages + 1, config.hidden_size)
         self.states = torch.zeros(shape, dtype=embedding.weight.dtype, device=weight.device)
         self.length = 0
@@ -74,19 +76,20 @@ class DraftSession:
     def draft_logits(self, plan: CyclePlan, newest_token: int) -> Float[Tensor, " draft_vocab"]:
         """Logits over the draft vocabulary for the position after the newest token.
 
+        Pre-step, nothing of this cycle has been received yet; post-step, all of it has (`layout.drafts_first`).
+
         Args:
-            plan: the coming cycle; nothing of it has been run.
-            newest_token: id of the token at depth 0.
+            plan: this cycle.
+            newest_token: id of the newest token in flight.
         """
         token = torch.tensor([[newest_token]], device=self.states.device)
         self.receive(plan.newest, {0: self.embedding(token)})
         oldest = plan.newest - plan.fill + 1
         assert oldest - self.length <= 1, f"{oldest} tokens have left, but only {self.length} were taken in"
-        rows = [
-            self._row(position, depth=plan.newest - position if position >= oldest else self.num_stages)
-            for position in range(self.length, plan.newest + 1)
-        ]
-        hidden = self._run(torch.cat(rows, dim=2), keep=oldest - self.length)
+        positions = range(self.length, plan.newest + 1)
+        depths = [self.layout.depth_when_drafting(plan.newest - position, plan.fill) for position in positions]
+        rows = [self._row(position, depth) for position, depth in zip(positions, depths, strict=True)]
+        hidden = self._run(torch.cat(rows, dim=2), keep=depths.count(self.num_stages))
         return self.drafter.lm_head(hidden[0, 0, -1])
 
     def _row(self, position: int, depth: int) -> Float[Tensor, "1 1 1 dim"]:

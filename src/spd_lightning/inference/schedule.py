@@ -28,7 +28,7 @@ class CyclePlan:
         cycle: number of this cycle, from 0.
         epoch: flushes so far; activations of earlier epochs are void.
         fill: tokens in flight at the start, `1..n`.
-        newest: position of the newest token in flight, which has depth 0.
+        newest: position of the newest token in flight, of depth 0 until the stages have run.
         num_stages: `n`.
     """
 

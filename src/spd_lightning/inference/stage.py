@@ -9,7 +9,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from spd_lightning.inference.caches import StageCache
-from spd_lightning.inference.stage_loading import StageModules
+from spd_lightning.inference.stage_loading import StageModules, load_stage
+from spd_lightning.modules.features import FeatureLayout
+from spd_lightning.modules.target import TargetDtype
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,25 @@ class Stage:
             device=weight.device,
         )
         self.cache_keyword = cache_keyword(modules.layers[0])
+
+    @classmethod
+    def load(
+        cls,
+        target: str,
+        layout: FeatureLayout,
+        number: int,
+        capacity: int,
+        dtype: TargetDtype = "auto",
+        device: torch.device | str = "cpu",
+    ) -> "Stage":
+        """Stage `number` of a target folder or hub id, from only the weight files that hold it.
+
+        Raises:
+            ValueError: as `load_stage`.
+        """
+        last, (first_layer, last_layer) = layout.num_stages, layout.stage_ends[number - 1 : number + 1]
+        modules = load_stage(target, first_layer, last_layer, number == 1, number == last, dtype, device)
+        return cls(modules, number, last, first_layer, layout.anchors, capacity)
 
     @torch.no_grad()
     def run(self, entering: Int[Tensor, "1 seq"] | Float[Tensor, "1 seq dim"], position: int) -> StageOutput:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
-from spd_lightning.modules.target import TargetDtype, explained_loading, target_shape
+from spd_lightning.modules.target import TargetDtype, TargetShape, explained_loading, target_shape
 from spd_lightning.modules.target_files import locate_target
 
 SINGLE_FILE = "model.safetensors"
@@ -77,25 +77,19 @@ def load_stage(
     Raises:
         ValueError: if the target has no such layers, is not supported, cannot be reached, or lacks a weight.
     """
-    with explained_loading(name_or_path, "the configuration"):
-        location = locate_target(name_or_path)
-        config = AutoConfig.from_pretrained(location)
-    shape = target_shape(config, name_or_path)
+    config, shape, files, wanted_dtype = _open_target(name_or_path, dtype)
     if not 0 <= first_layer < last_layer <= shape.num_layers:
         raise ValueError(
             f"layers {first_layer + 1} to {last_layer} of {name_or_path!r} make no stage: a stage has at least one "
             f"layer, and the target has {shape.num_layers}"
         )
-    stage_config = _stage_config(config.get_text_config(), first_layer, last_layer, name_or_path)
-    with explained_loading(name_or_path, "the weights"):
-        files = WeightFiles.find(location, shape.revision)
-        wanted_dtype = stage_config.dtype or files.stored_dtype() if dtype == "auto" else getattr(torch, dtype)
+    stage_config = _stage_config(config, first_layer, last_layer, name_or_path)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(stage_config, dtype=wanted_dtype)
     model.eval().requires_grad_(False)
 
     body = model.model
-    prefix = WRAPPED_BODY if any(key.startswith(WRAPPED_BODY) for key in files.file_of) else "model."
+    prefix = files.body_prefix
     parts = {f"{prefix}layers.{first_layer + index}.": layer for index, layer in enumerate(body.layers)}
     if with_embedding or (with_head and shape.tied):
         parts[f"{prefix}embed_tokens."] = body.embed_tokens
@@ -121,6 +115,20 @@ def load_stage(
         layer_types=_layer_types(stage_config),
         vocab_size=shape.vocab_size,
     )
+
+
+def load_embedding(name_or_path: str, dtype: TargetDtype = "auto", device: torch.device | str = "cpu") -> nn.Embedding:
+    """The embedding of a target's tokens alone, for a rank that has no stage; as `load_stage` would load it.
+
+    Raises:
+        ValueError: as `load_stage`.
+    """
+    _, _, files, wanted_dtype = _open_target(name_or_path, dtype)
+    key = f"{files.body_prefix}embed_tokens.weight"
+    if key not in files.file_of:
+        raise ValueError(f"target {name_or_path!r} lacks {key}: the checkpoint is incomplete, download it again")
+    with explained_loading(name_or_path, "the embedding"):
+        return nn.Embedding.from_pretrained(files.read([key], wanted_dtype, device)[key])
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,11 @@ class WeightFiles:
         if index := bare._path(INDEX_FILE):
             return cls(location, revision, json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
         raise ValueError(f"there is neither {SINGLE_FILE} nor {INDEX_FILE}; other formats are not read")
+
+    @property
+    def body_prefix(self) -> str:
+        """What the names of the text model's weights begin with."""
+        return WRAPPED_BODY if any(key.startswith(WRAPPED_BODY) for key in self.file_of) else "model."
 
     def stored_dtype(self) -> torch.dtype:
         """Of the first tensor of the first file: what Transformers goes by when no configuration states it."""
@@ -190,6 +203,19 @@ def _opened(path: str) -> Iterator[Any]:
             yield opened
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}); download it again") from error
+
+
+def _open_target(name_or_path: str, dtype: TargetDtype) -> tuple[Any, TargetShape, WeightFiles, torch.dtype]:
+    """A target's text configuration, its shape, its files, and the dtype that `dtype` means for it."""
+    with explained_loading(name_or_path, "the configuration"):
+        location = locate_target(name_or_path)
+        config = AutoConfig.from_pretrained(location)
+    shape, text_config = target_shape(config, name_or_path), config.get_text_config()
+    with explained_loading(name_or_path, "the weights"):
+        files = WeightFiles.find(location, shape.revision)
+        stored = text_config.dtype or files.stored_dtype()
+    wanted: torch.dtype = stored if dtype == "auto" else getattr(torch, dtype)  # pyright: ignore[reportAssignmentType]
+    return text_config, shape, files, wanted
 
 
 def _stage_config(config: Any, first_layer: int, last_layer: int, name_or_path: str) -> Any:

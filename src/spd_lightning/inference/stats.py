@@ -58,6 +58,18 @@ class DecodeStats:
         """`S0 = n * alpha`: the speedup if drafting and communication were free."""
         return None if self.alpha is None else self.num_stages * self.alpha
 
+    def to_json(self) -> dict[str, int | float | None]:
+        """The counts and what follows from them, by the names of the command's output."""
+        return {
+            "num_committed": self.num_committed,
+            "num_cycles": self.num_cycles,
+            "num_judged": self.num_judged,
+            "num_accepted": self.num_accepted,
+            "alpha": self.alpha,
+            "p": self.acceptance,
+            "s0": self.speedup,
+        }
+
     def acceptance_by_fill(self) -> dict[int, tuple[int, int]]:
         """(accepted, judged) of the drafts made at each fill level that occurred."""
         counts: dict[int, tuple[int, int]] = {}

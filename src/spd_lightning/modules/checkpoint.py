@@ -45,7 +45,7 @@ def conventions(config: DrafterConfig) -> dict[str, Any]:
     """How the weights are meant: what a reader must do with them."""
     return {
         "method": "spd",
-        "schedule": "pre_step",
+        "schedule": config.schedule,
         "norm_convention": "weight",  # gains are stored as they are applied, never as the `w` of `1 + w`
         "rotary": {"theta": config.rope_theta, "dims": config.head_dim, "layout": "half_split"},
     }
@@ -141,7 +141,7 @@ def check_agreement(record: Mapping[str, Any], config: DrafterConfig) -> None:
             raise ValueError(f"the drafter is for a target with {name}={size}, but target.{name}={target[name]!r}")
     for name, here in conventions(config).items():
         if record[name] != here:
-            raise ValueError(f"{name}={record[name]!r}; this release reads drafters with {here!r}")
+            raise ValueError(f"{name}={record[name]!r}, but this release reads the drafter beside it with {here!r}")
 
 
 def read_record(folder: Path) -> dict[str, Any]:

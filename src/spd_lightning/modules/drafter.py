@@ -121,7 +121,7 @@ class PipelineDraftModule(nn.Module):
         position_ids: Int[Tensor, "batch seq"],
         visible_row: Int[Tensor, "batch rows distances"],
     ) -> Float[Tensor, "batch seq dim"]:
-        """Training: the normed output of the depth-0 row at every position; `lm_head` makes draft logits of it.
+        """Training: the normed output of the newest row at every position; `lm_head` makes draft logits of it.
 
         Args:
             states: raw target states at `anchors[:features.num_anchors]`.

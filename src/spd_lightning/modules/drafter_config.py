@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from spd_lightning.modules.features import FeatureLayout, RowMode
+from spd_lightning.modules.features import FeatureLayout, RowMode, Schedule
 
 FeatureNorm = Literal["none", "rms"]
 
@@ -27,6 +27,7 @@ class DrafterConfig:
         rms_norm_eps: epsilon of every norm.
         feature_norm: `rms` normalises each anchor state, with a learned gain per anchor, before they are joined.
         draft_vocab_size: rows of the draft head.
+        schedule: `pre_step` or `post_step`; folders that do not say are `pre_step`.
     """
 
     num_stages: int
@@ -43,6 +44,7 @@ class DrafterConfig:
     rms_norm_eps: float
     feature_norm: FeatureNorm
     draft_vocab_size: int
+    schedule: Schedule = "pre_step"
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
@@ -65,7 +67,7 @@ class DrafterConfig:
 
     @property
     def layout(self) -> FeatureLayout:
-        return FeatureLayout(stage_layers=tuple(self.stage_layers), anchors=tuple(self.anchors), rows=self.rows)
+        return FeatureLayout(tuple(self.stage_layers), tuple(self.anchors), self.rows, self.schedule)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict that `from_dict` takes back."""

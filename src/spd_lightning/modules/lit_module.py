@@ -4,6 +4,7 @@ Knows the trainer and the data module's vocabulary; knows no tokenizer internals
 """
 
 import math
+from dataclasses import asdict
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
@@ -17,7 +18,7 @@ from spd_lightning.modules.checkpoint import drafter_record
 from spd_lightning.modules.draft_vocab import DraftVocab
 from spd_lightning.modules.drafter import PipelineDraftModule
 from spd_lightning.modules.drafter_config import DrafterConfig, FeatureNorm
-from spd_lightning.modules.features import FeatureLayout, RowMode
+from spd_lightning.modules.features import FeatureLayout, RowMode, Schedule
 from spd_lightning.modules.losses import LossName, TargetHead, distillation_loss, full_argmax
 from spd_lightning.modules.metrics import FillAcceptance, acceptance_sums
 from spd_lightning.modules.resume import rewind_to_last_step
@@ -54,6 +55,7 @@ class DistillationModule(LightningModule):
         stage_layers: target layers per stage; as even as possible when absent.
         anchors: target layers whose raw output the drafter reads, beginning with 0; `auto` takes every stage boundary.
         rows: `exact` has one row type per depth, `shared` one per anchor count (as published).
+        schedule: `pre_step` drafts while the stages run; `post_step` waits for them and sees one stage more (ablation).
         num_spec_layers: decoder layers `L_s` of the drafter; about `L/n - 1` hides behind one stage.
         num_heads: query heads of the drafter; the target's when absent.
         num_kv_heads: key and value heads of the drafter; the target's when absent.
@@ -77,6 +79,7 @@ class DistillationModule(LightningModule):
         stage_layers: list[int] | None = None,
         anchors: list[int] | Literal["auto"] = "auto",
         rows: RowMode = "exact",
+        schedule: Schedule = "pre_step",
         num_spec_layers: int = 2,
         num_heads: int | None = None,
         num_kv_heads: int | None = None,
@@ -100,7 +103,7 @@ class DistillationModule(LightningModule):
             raise ValueError(f"model.lr={lr} must be positive and model.weight_decay={weight_decay} not negative")
         self.save_hyperparameters()
         self.target_shape = shape = read_target_shape(target)
-        self.layout = FeatureLayout.build(shape.num_layers, num_stages, stage_layers, anchors, rows)
+        self.layout = FeatureLayout.build(shape.num_layers, num_stages, stage_layers, anchors, rows, schedule)
         self.validation_acceptance = FillAcceptance(num_stages)
         self.drafter: PipelineDraftModule | None = None
         self.target: FrozenTarget | None = None
@@ -116,9 +119,7 @@ class DistillationModule(LightningModule):
         given, shape = self.hparams, self.target_shape
         return DrafterConfig(
             num_stages=self.layout.num_stages,
-            stage_layers=self.layout.stage_layers,
-            anchors=self.layout.anchors,
-            rows=self.layout.rows,
+            **asdict(self.layout),
             num_spec_layers=given["num_spec_layers"],
             hidden_size=shape.hidden_size,
             **{name: getattr(shape, name) if given[name] is None else given[name] for name in TARGET_SIZES},

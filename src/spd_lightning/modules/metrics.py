@@ -28,7 +28,7 @@ class ImpliedFigures:
         judged_per_flush: `E`, the expected number of judgements between two flushes.
         acceptance: `p = 1 - 1/E`.
         tokens_per_cycle: `alpha = E / (E + n - 1)`.
-        speedup: `S0 = n * alpha`, with free drafting.
+        speedup: `S0 = n * alpha`, with free drafting: post-step drafting is not, and its cost comes off it.
     """
 
     judged_per_flush: float

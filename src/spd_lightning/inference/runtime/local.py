@@ -1,15 +1,21 @@
 """All roles in one process, one after the other: the reference, and the way on a single device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor
 
-from spd_lightning.inference.coordinator import CycleOutcome
+from spd_lightning.inference.autoregressive import decode_autoregressively
+from spd_lightning.inference.coordinator import CycleOutcome, decode
 from spd_lightning.inference.drafting import DraftSession
-from spd_lightning.inference.schedule import PipelineSchedule, Rollback, Verdict
+from spd_lightning.inference.sampling import SamplingParams
+from spd_lightning.inference.schedule import CyclePlan, PipelineSchedule, Rollback
 from spd_lightning.inference.stage import Stage
-from spd_lightning.inference.verify import DraftProposal, Proposer, Verifier
+from spd_lightning.inference.stats import DecodeStats
+from spd_lightning.inference.stopping import StopCondition
+from spd_lightning.inference.verify import DraftProposal, Proposer, Verifier, make_proposer, make_verifier
+from spd_lightning.modules.drafter import PipelineDraftModule
+from spd_lightning.modules.target import TargetDtype
 
 
 class LocalPipeline:
@@ -31,6 +37,11 @@ class LocalPipeline:
         self.proposals: dict[int, DraftProposal] = {}
         self.entering: dict[int, Tensor] = {}
         """What each stage takes in next, by its number: the previous stage's last output."""
+        self.logits: Tensor | None = None
+        """What the last stage said of the token that left it last."""
+        # Over ranks, a draft that comes first is made while the stages run.
+        steps = (self._draft, self._run_stages)
+        self.steps = steps if session.layout.drafts_first else steps[::-1]
 
     def prefill(self, prompt: Sequence[int]) -> int:
         self.proposals.clear()
@@ -49,11 +60,21 @@ class LocalPipeline:
     def cycle(self, schedule: PipelineSchedule) -> CycleOutcome:
         plan = schedule.plan()
         newest = schedule.tokens[plan.newest]
-        # Drafting reads what earlier cycles left (pre-step); over ranks it runs while the stages do.
-        proposal = self.proposer.propose(self.session.draft_logits(plan, newest), plan.drafted)
-        self.proposals[plan.drafted] = proposal
-        verdict: Verdict | None = None
-        for stage in reversed(self.stages):  # the oldest token first, so that no output is overwritten before its use
+        for step in self.steps:
+            step(plan, newest)
+        draft, verdict = self.proposals[plan.drafted].token, None
+        if plan.judged is not None:
+            assert self.logits is not None
+            verdict = self.verifier.judge(self.logits, self.proposals.pop(plan.judged), plan.judged)
+        return CycleOutcome(draft, verdict)
+
+    def _draft(self, plan: CyclePlan, newest: int) -> None:
+        """Proposes the token behind the newest one."""
+        self.proposals[plan.drafted] = self.proposer.propose(self.session.draft_logits(plan, newest), plan.drafted)
+
+    def _run_stages(self, plan: CyclePlan, newest: int) -> None:
+        """Advances every token in flight by a stage, the oldest first, so that no output is overwritten before its use."""
+        for stage in reversed(self.stages):
             position = plan.position_at(stage.number)
             if position is None:
                 continue
@@ -63,12 +84,81 @@ class LocalPipeline:
             output = stage.run(entering, position)
             self.entering[stage.number + 1] = output.hidden
             self.session.receive(position, output.anchors)
-            if output.logits is not None and plan.judged is not None:
-                judged = self.proposals.pop(plan.judged)
-                verdict = self.verifier.judge(output.logits, judged, plan.judged)
-        return CycleOutcome(proposal.token, verdict)
+            if output.logits is not None:
+                self.logits = output.logits
 
     def rollback(self, rollback: Rollback) -> None:
         self.proposals.clear()
         for stage in self.stages:
             stage.rollback(rollback.length)
+
+    def abandon(self, schedule: PipelineSchedule) -> None:
+        """Nothing is under way between two cycles."""
+
+
+class LocalRuntime:
+    """All stages and the drafter of a decoder in this process.
+
+    Args:
+        stages: all stages, first to last.
+        session: the drafter.
+        num_tokens: `len(tokenizer)`.
+    """
+
+    is_lead = True
+
+    def __init__(self, stages: Sequence[Stage], session: DraftSession, num_tokens: int) -> None:
+        self.stages = stages
+        self.session = session
+        self.num_tokens = num_tokens
+        self.draft_token_ids = session.drafter.draft_token_ids
+
+    @classmethod
+    def load(
+        cls,
+        drafter: PipelineDraftModule,
+        target: str,
+        num_tokens: int,
+        capacity: int,
+        dtype: TargetDtype = "auto",
+        device: str = "cpu",
+    ) -> "LocalRuntime":
+        """Loads all stages of a target, and readies the drafter.
+
+        Args:
+            drafter: the drafter.
+            target: folder or hub id.
+            num_tokens: `len(tokenizer)`.
+            capacity: positions that the caches hold.
+            dtype: of target and drafter; `auto` keeps the target checkpoint's.
+            device: where everything runs.
+
+        Raises:
+            ValueError: if the target cannot be loaded.
+        """
+        layout = drafter.layout
+        stages = [
+            Stage.load(target, layout, number, capacity, dtype, device) for number in range(1, layout.num_stages + 1)
+        ]
+        embedding = stages[0].modules.embedding
+        assert embedding is not None
+        drafter.to(device=device, dtype=embedding.weight.dtype)
+        return cls(stages, DraftSession(drafter, embedding, capacity), num_tokens)
+
+    def pipelined(
+        self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition, stats: DecodeStats
+    ) -> Generator[int]:
+        """Decodes with the drafter; see `decode`."""
+        verifier = make_verifier(params, self.num_tokens, self.draft_token_ids)
+        pipeline = LocalPipeline(self.stages, self.session, make_proposer(params, self.draft_token_ids), verifier)
+        return decode(pipeline, len(self.stages), prompt, stop, stats)
+
+    def plain(self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition) -> Generator[int]:
+        """Decodes without drafts; see `decode_plainly`."""
+        return decode_autoregressively(self.stages, make_verifier(params, self.num_tokens), prompt, stop)
+
+    def follow(self, make_stop: Callable[[SamplingParams], StopCondition]) -> None:
+        """There is nobody to follow."""
+
+    def close(self) -> None:
+        """There is nobody to tell."""

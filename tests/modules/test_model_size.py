@@ -2,9 +2,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from spd_lightning.data.model_size import DrafterSize, read_target_size
 from spd_lightning.modules.drafter import DrafterConfig, PipelineDraftModule
 from spd_lightning.modules.features import FeatureLayout
+from spd_lightning.modules.model_size import DrafterSize, read_target_size
 from spd_lightning.modules.target_files import TINY_FAMILIES
 from spd_lightning.modules.tiny_target import tiny_config
 

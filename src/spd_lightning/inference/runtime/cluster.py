@@ -1,0 +1,219 @@
+"""A decoder spread over ranks: this process's rank, loaded, and the requests that the lead announces to the others.
+
+Knows which weights a rank needs; knows neither text nor how messages travel.
+"""
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from spd_lightning.inference.autoregressive import decode_plainly
+from spd_lightning.inference.coordinator import decode
+from spd_lightning.inference.drafting import DraftSession
+from spd_lightning.inference.runtime.distributed import Transport, join, leave
+from spd_lightning.inference.runtime.draft_rank import DraftRank
+from spd_lightning.inference.runtime.environment import check_world_size, rank_environment
+from spd_lightning.inference.runtime.liveness import RankFailure, Store, first_line
+from spd_lightning.inference.runtime.rank import Abandoned
+from spd_lightning.inference.runtime.stage_rank import StageRank
+from spd_lightning.inference.runtime.wire import Request
+from spd_lightning.inference.sampling import SamplingParams
+from spd_lightning.inference.stage import Stage
+from spd_lightning.inference.stage_loading import load_embedding
+from spd_lightning.inference.stats import DecodeStats
+from spd_lightning.inference.stopping import StopCondition
+from spd_lightning.inference.verify import make_verifier
+from spd_lightning.modules.drafter import PipelineDraftModule
+from spd_lightning.modules.target import TargetDtype
+
+NO_MORE = "no more requests"
+FAREWELL_SECONDS = 5.0
+
+
+class DistributedRuntime:
+    """One rank of `n + 1`, all of which hold such an object; the lead (rank 0) decodes, the others `follow`.
+
+    Args:
+        rank: what this process does.
+        transport: to the other ranks.
+        store: shared by all ranks: requests and signs of life.
+    """
+
+    def __init__(self, rank: StageRank | DraftRank, transport: Transport, store: Store) -> None:
+        self.rank = rank
+        self.transport = transport
+        self.store = store
+        self.liveness = transport.liveness
+        self.is_lead = rank.is_lead
+        self.num_stages = rank.num_stages
+        self.others = [number for number in range(transport.world_size) if number != transport.rank]
+        self.num_requests = 0
+        self.is_open = True
+
+    @classmethod
+    def load(
+        cls,
+        drafter: PipelineDraftModule,
+        target: str,
+        num_tokens: int,
+        capacity: int,
+        dtype: TargetDtype = "auto",
+        device: str = "cpu",
+        timeout: float = 120.0,
+    ) -> "DistributedRuntime":
+        """Meets the other ranks and loads this rank's part: a stage from its own weight files, or the drafter.
+
+        Args:
+            drafter: the drafter.
+            target: folder or hub id.
+            num_tokens: `len(tokenizer)`.
+            capacity: positions that the caches hold.
+            dtype: of target and drafter; `auto` keeps the target checkpoint's.
+            device: `cpu`, or `cuda` for the GPU of this rank's number on its node.
+            timeout: seconds after which a rank that does not answer is given up.
+
+        Raises:
+            ValueError: if this process is no rank, there are not `n + 1` ranks, or the target cannot be loaded.
+            RankFailure: if another rank fails.
+        """
+        num_stages = drafter.config.num_stages
+        environment = rank_environment()
+        if environment is None:
+            raise ValueError(
+                f"runtime='distributed' needs {num_stages + 1} processes: start this program with `torchrun "
+                f"--nproc_per_node {num_stages + 1}` or under srun, or use `spd-infer --runtime distributed`"
+            )
+        check_world_size(environment.world_size, num_stages)
+        place = torch.device(device)
+        if place.type == "cuda":
+            place = torch.device("cuda", gpu_of(environment.local_rank, torch.cuda.device_count()))
+            torch.cuda.set_device(place)
+        store, transport = join(environment, num_stages, place, timeout)
+        with reporting(transport):
+            if environment.rank == num_stages:
+                embedding = load_embedding(target, dtype, place)
+                drafter.to(device=place, dtype=embedding.weight.dtype)
+                rank = DraftRank(transport, DraftSession(drafter, embedding, capacity))
+            else:
+                token_ids = drafter.draft_token_ids.to(place)
+                rank = StageRank(
+                    transport,
+                    Stage.load(target, drafter.layout, environment.rank + 1, capacity, dtype, place),
+                    num_stages,
+                    lambda params: make_verifier(params, num_tokens, token_ids),
+                    drafter.config.draft_vocab_size,
+                )
+            runtime = cls(rank, transport, store)
+            runtime.meet("loaded")
+        return runtime
+
+    def meet(self, what: str) -> None:
+        """Returns when all ranks have come here.
+
+        Raises:
+            RankFailure: if one fails before.
+        """
+        self.store.set(f"{what}/{self.transport.rank}", "")
+        for rank in self.others:
+            self.liveness.wait_for(f"{what}/{rank}", self.others)
+
+    def pipelined(
+        self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition, stats: DecodeStats
+    ) -> Generator[int]:
+        """On the lead: decodes with all ranks; see `decode`."""
+        request = self._announce(Request(self.num_requests + 1, "pipelined", tuple(prompt), params))
+        yield from self._decode(request, stop, stats)
+
+    def plain(self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition) -> Generator[int]:
+        """On the lead: decodes with the stages one after the other, without drafts; see `decode_plainly`."""
+        request = self._announce(Request(self.num_requests + 1, "plain", tuple(prompt), params))
+        yield from self._decode(request, stop, DecodeStats(self.num_stages))
+
+    def follow(self, make_stop: Callable[[SamplingParams], StopCondition]) -> None:
+        """On all other ranks: does their part of every request until the lead closes.
+
+        Raises:
+            RankFailure: if another rank fails.
+        """
+        while self.is_open:
+            self.liveness.activity = "waiting for a request"
+            key = f"request/{self.num_requests + 1}"
+            data = self.liveness.wait_for(key, self.others)
+            if data == NO_MORE.encode():
+                self._part()
+                return
+            request = Request.from_json(data)
+            self.num_requests = request.number
+            try:
+                for _ in self._decode(request, make_stop(request.params), DecodeStats(self.num_stages)):
+                    pass
+            except Abandoned:
+                pass
+
+    def close(self) -> None:
+        """On the lead: lets the other ranks end, and ends this one."""
+        if not self.is_open:
+            return
+        self.store.set(f"request/{self.num_requests + 1}", NO_MORE)
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        # This process may be the store's host.
+        while time.monotonic() < deadline and not self.store.check([f"parted/{rank}" for rank in self.others]):
+            time.sleep(0.01)
+        self._part()
+
+    def _part(self) -> None:
+        self.is_open = False
+        self.store.set(f"parted/{self.transport.rank}", "")
+        self.liveness.stop()
+        leave()
+
+    def _announce(self, request: Request) -> Request:
+        if not self.is_open:
+            raise RuntimeError("this decoder has been closed, or a rank has failed: make a new one")
+        self.num_requests = request.number
+        if request.number > 1:  # every rank has ended it, so it has been read
+            self.store.delete_key(f"request/{request.number - 1}")
+        self.store.set(f"request/{request.number}", request.to_json())
+        return request
+
+    def _decode(self, request: Request, stop: StopCondition, stats: DecodeStats) -> Generator[int]:
+        with reporting(self.transport):
+            try:
+                self.rank.begin(request)
+                if request.method == "pipelined":
+                    yield from decode(self.rank, self.num_stages, request.prompt, stop, stats)
+                else:
+                    yield from decode_plainly(self.rank, request.prompt, stop)
+            except (Abandoned, GeneratorExit):
+                raise
+            except BaseException:
+                self.is_open = False
+                raise
+
+
+def gpu_of(local_rank: int, num_gpus: int) -> int:
+    """The number of a rank's GPU; 0 where each process is shown its own only, as `srun --gpus-per-task 1` does.
+
+    Raises:
+        ValueError: if there are fewer GPUs than ranks on this node.
+    """
+    if (num_gpus > 1 and local_rank >= num_gpus) or num_gpus == 0:
+        raise ValueError(
+            f"this process is number {local_rank} on its node, which has {num_gpus} GPUs: start fewer processes there, "
+            "or use device='cpu'"
+        )
+    return local_rank if num_gpus > 1 else 0
+
+
+@contextmanager
+def reporting(transport: Transport) -> Iterator[None]:
+    """Whatever goes wrong in this rank is told to the others."""
+    try:
+        yield
+    except (RankFailure, Abandoned, GeneratorExit):
+        raise
+    except BaseException as error:
+        transport.liveness.report(first_line(error) or type(error).__name__)
+        raise

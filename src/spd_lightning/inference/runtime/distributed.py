@@ -1,0 +1,186 @@
+"""The only file that knows `torch.distributed`: how ranks meet, send, exchange records, and are started.
+
+Point-to-point messages travel by the device's backend (gloo on CPUs, NCCL on GPUs); the control record travels over
+gloo in both cases, since it decides what the host does next. Knows no stages and no drafter.
+"""
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.rendezvous import rendezvous
+
+from spd_lightning.inference.runtime.environment import RankEnvironment, rank_name
+from spd_lightning.inference.runtime.liveness import Liveness, RankFailure, Store, first_line
+from spd_lightning.inference.runtime.wire import NUM_FIELDS, CycleRecord
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One point-to-point transfer.
+
+    Attributes:
+        kind: its direction.
+        data: the bytes, at an address that stays theirs until the transfer has been waited for.
+        peer: rank at the other end.
+    """
+
+    kind: Literal["send", "receive"]
+    data: Tensor
+    peer: int
+
+
+class Posted:
+    """Transfers under way. Keeps their buffers until they are waited for."""
+
+    def __init__(self, operations: Sequence[Operation], works: Sequence[Any], liveness: Liveness) -> None:
+        self._operations = tuple(operations)
+        self._works = list(works)
+        self._liveness = liveness
+
+    def wait(self) -> None:
+        """Returns when all are done; at once the second time.
+
+        Raises:
+            RankFailure: if a peer is gone or too late.
+        """
+        if self._works:
+            with self._liveness.waiting(self._liveness.activity):
+                for work in self._works:
+                    work.wait()
+            self._works.clear()
+
+
+class Transport:
+    """What the ranks of one decoder do with each other; see `join`.
+
+    Args:
+        rank: of this process.
+        world_size: number of ranks.
+        device: where messages lie.
+        liveness: finds out who is to blame when a transfer fails.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, liveness: Liveness) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.liveness = liveness
+        self._mine = torch.zeros(NUM_FIELDS, dtype=torch.int64)
+        self._all = torch.zeros(world_size, NUM_FIELDS, dtype=torch.int64)
+
+    def post(self, operations: Sequence[Operation]) -> Posted:
+        """Begins transfers that do not wait for each other; both ends must post them in one order."""
+        if not operations:
+            return Posted((), (), self.liveness)
+        calls = {"send": dist.isend, "receive": dist.irecv}
+        with self.liveness.waiting(self.liveness.activity):
+            works = dist.batch_isend_irecv([dist.P2POp(calls[op.kind], op.data, op.peer) for op in operations])
+        return Posted(operations, works, self.liveness)
+
+    def exchange(self, record: CycleRecord) -> list[CycleRecord]:
+        """All ranks' records, by rank. Every rank calls this in every cycle: it is what keeps them in step.
+
+        Raises:
+            RankFailure: if a rank is gone or too late.
+        """
+        record.write(self._mine)
+        with self.liveness.waiting(self.liveness.activity):
+            dist.all_gather(list(self._all.unbind()), self._mine)
+        return [CycleRecord.read(row) for row in self._all.tolist()]
+
+
+def join(
+    environment: RankEnvironment, num_stages: int, device: torch.device, timeout: float
+) -> tuple[Store, Transport]:
+    """Meets the other ranks.
+
+    Args:
+        environment: which rank this is, of how many.
+        num_stages: `n`; names the ranks in messages.
+        device: of this rank's tensors.
+        timeout: seconds after which a rank that does not answer is given up.
+
+    Raises:
+        RankFailure: if the others cannot be reached in that time.
+    """
+    rank, world_size, limit = environment.rank, environment.world_size, timedelta(seconds=timeout)
+    try:
+        found, _, _ = next(iter(rendezvous(environment.init_method, rank, world_size, timeout=limit)))
+        store = PrefixStore("spd", found)
+        names = [rank_name(number, num_stages) for number in range(world_size)]
+        liveness = Liveness(store, rank, names, timeout, interval=min(1.0, timeout / 20))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore("group", found),
+            rank=rank,
+            world_size=world_size,
+            timeout=limit,
+            device_id=device if device.type == "cuda" else None,  # makes NCCL connect all ranks now, in one order
+        )
+    except (RuntimeError, ValueError) as error:
+        raise RankFailure(
+            f"{rank_name(rank, num_stages)} did not meet the other {world_size - 1} ranks within {timeout:g} s: "
+            f"{first_line(error)}",
+            None,
+        ) from error
+    return store, Transport(rank, world_size, device, liveness)
+
+
+def leave() -> None:
+    """Ends this rank's part of the process group, once all are done with it."""
+    dist.destroy_process_group()
+
+
+def launch(num_ranks: int, module: str, args: Sequence[str]) -> int:
+    """Runs `python -m module args` as so many ranks on this machine, by torch's own launcher.
+
+    Ranks that do not fail by themselves are ended when one does. Ctrl-C is the lead's to answer: this process, which
+    only waits, ignores it, and so do its children until they decide otherwise.
+
+    Returns:
+        The exit code: 0, that of the first rank that failed, or 128 and the number of the signal that ended this process.
+
+    Raises:
+        RankFailure: if a rank was ended by a signal.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", module, *args)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            name = rank_name(rank, num_ranks - 1)
+            raise RankFailure(f"{name} was ended by {failure.signal_name()}", rank) from None
+        return failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0

@@ -1,0 +1,82 @@
+"""Which rank this process is, by what torchrun or SLURM says in its environment. Knows no process groups."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """This process among the ranks of a decoder.
+
+    Attributes:
+        rank: `0..n-1` runs stage `rank + 1`, rank `n` drafts.
+        world_size: number of ranks.
+        local_rank: number of this rank on its node; which GPU it takes.
+        init_method: URL by which the ranks find each other.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    init_method: str = "env://"
+
+
+def rank_environment(variables: Mapping[str, str] = os.environ) -> RankEnvironment | None:
+    """What torchrun (`RANK`, `WORLD_SIZE`) or SLURM (`SLURM_PROCID`, `SLURM_NTASKS`) says; none outside of both.
+
+    For SLURM the address is `MASTER_ADDR` or the job's first node, the port `MASTER_PORT` or one made of the job's id.
+
+    Raises:
+        ValueError: if a variable is missing or no number.
+    """
+    if "RANK" in variables and "WORLD_SIZE" in variables:
+        rank, world_size = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
+        local_rank = _number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else rank
+        return RankEnvironment(rank, world_size, local_rank)
+    if "SLURM_PROCID" in variables and "SLURM_NTASKS" in variables:
+        rank, world_size = _number(variables, "SLURM_PROCID"), _number(variables, "SLURM_NTASKS")
+        if "MASTER_ADDR" in variables:
+            host = variables["MASTER_ADDR"]
+        else:
+            host = first_host(variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", ""))
+        # Above the ports of system services and below those that Linux hands out by itself.
+        port = variables.get("MASTER_PORT") or str(20000 + _number(variables, "SLURM_JOB_ID") % 10000)
+        url = f"tcp://{host}:{port}?rank={rank}&world_size={world_size}"
+        return RankEnvironment(rank, world_size, _number(variables, "SLURM_LOCALID"), url)
+    return None
+
+
+def first_host(nodelist: str) -> str:
+    """The first node of a list as SLURM writes it: `gpu[003-005,9],login1` begins with `gpu003`.
+
+    Raises:
+        ValueError: if the list is empty.
+    """
+    found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodelist)
+    if found is None:
+        raise ValueError(f"SLURM names no nodes (SLURM_JOB_NODELIST={nodelist!r}): set MASTER_ADDR")
+    prefix, number, suffix = found.groups(default="")
+    return prefix + number + suffix
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    value = variables.get(name, "")
+    if not value.isdecimal():
+        raise ValueError(f"{name}={value!r}: a number is needed, as torchrun or SLURM sets it")
+    return int(value)
+
+
+def check_world_size(world_size: int, num_stages: int) -> None:
+    """Raises `ValueError` unless there is one rank per stage and one that drafts."""
+    if world_size != num_stages + 1:
+        raise ValueError(
+            f"WORLD_SIZE={world_size}, but this drafter needs {num_stages + 1} ranks: {num_stages} stages and one that "
+            f"drafts; start {num_stages + 1} processes"
+        )
+
+
+def rank_name(rank: int, num_stages: int) -> str:
+    """What to call a rank in a message."""
+    return f"rank {rank} ({f'stage {rank + 1}' if rank < num_stages else 'drafter'})"

@@ -1,0 +1,143 @@
+"""What all ranks of a decoder have in common: the request they are at, and the record that keeps them in step.
+
+Each rank drives its own copy of the schedule and does, in every cycle, the transfers that the plan implies, then
+exchanges one record with all others. Knows neither processes nor files.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from spd_lightning.inference.coordinator import CycleOutcome
+from spd_lightning.inference.runtime.distributed import Transport
+from spd_lightning.inference.runtime.wire import DRAWN, CycleRecord, LawSlots, Message, Request
+from spd_lightning.inference.schedule import CyclePlan, PipelineSchedule, Rollback, Verdict
+
+LEAD = 0
+"""Rank that takes requests and shows answers; it has the first stage."""
+
+
+class Abandoned(Exception):
+    """The lead has ended the request before its end: nobody listens any more."""
+
+
+class Mailbox:
+    """Two messages of one shape, in turn, so that one can be read while the next one comes in.
+
+    Args:
+        num_parts: tensors in a message.
+        dim: width of a state.
+        dtype: of the states.
+        device: where they lie.
+    """
+
+    def __init__(self, num_parts: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._make = lambda count: Message((num_parts, count, dim), dtype, device)
+        self._pool = (self._make(1), self._make(1))
+        self._turn = 0
+        self.last = self._pool[0]
+
+    def next(self, count: int = 1) -> Message:
+        """The next message to fill or to receive; one for a whole prompt is made for the occasion."""
+        self._turn ^= 1
+        self.last = self._pool[self._turn] if count == 1 else self._make(count)
+        return self.last
+
+
+class Rank(ABC):
+    """What all ranks have in common: the request that they are at, and the record.
+
+    Args:
+        transport: to the other ranks.
+        num_stages: `n`; stage `j` is rank `j - 1`, the drafter rank `n`.
+    """
+
+    def __init__(self, transport: Transport, num_stages: int) -> None:
+        self.transport = transport
+        self.num_stages = num_stages
+        self.is_lead = transport.rank == LEAD
+        self.is_leaving = False
+        self.request = 0
+        self.laws: LawSlots | None = None
+        self.posted = transport.post(())
+
+    def begin(self, request: Request) -> None:
+        """Readies the rank for a request."""
+        self.request = request.number
+        self.is_leaving = False
+        self._settle()
+
+    def _settle(self) -> None:
+        """Waits for the transfers of the last cycle."""
+        self.posted.wait()
+
+    def _announce(self, what: str) -> None:
+        self.transport.liveness.activity = f"{what} of request {self.request}"
+
+    def _exchange(self, mine: CycleRecord) -> list[CycleRecord]:
+        records = self.transport.exchange(mine)
+        for rank, record in enumerate(records):
+            if record.state != mine.state:
+                raise AssertionError(
+                    f"ranks are out of step: (request, epoch, cycle, newest) is {record.state} on rank {rank}, "
+                    f"{mine.state} here"
+                )
+        if records[LEAD].abandoned:
+            raise Abandoned
+        return records
+
+    def _end_cycle(self, plan: CyclePlan, draft: int = -1, verdict: Verdict | None = None) -> CycleOutcome:
+        fields = (-1, -1) if verdict is None else (int(verdict.accepted), verdict.token)
+        mine = CycleRecord(self.request, plan.epoch, plan.cycle, plan.newest, draft, *fields, int(self.is_leaving))
+        records = self._exchange(mine)
+        return CycleOutcome(records[self.num_stages].draft, records[self.num_stages - 1].to_verdict())
+
+    def _end_block(self, newest: int, token: int | None = None) -> int:
+        """Closes a prefill or a step of plain decoding; the token behind `newest`."""
+        fields = (-1, -1) if token is None else (DRAWN, token)
+        mine = CycleRecord(self.request, 0, -1, newest, -1, *fields, int(self.is_leaving))
+        return self._exchange(mine)[self.num_stages - 1].token
+
+    def abandon_plain(self, token: int, position: int) -> None:
+        """On the lead: lets all ranks run one more token of plain decoding, and tells them that it was the last."""
+        self.is_leaving = True
+        with suppress(Abandoned):
+            self.forward([token], position)
+
+    def abandon(self, schedule: PipelineSchedule) -> None:
+        """On the lead: lets all ranks run one more cycle, and tells them in its record that it was the last."""
+        self.is_leaving = True
+        with suppress(Abandoned):
+            self.cycle(schedule)
+
+    @abstractmethod
+    def prefill(self, prompt: Sequence[int]) -> int:
+        """This rank's part of taking a prompt in; the token behind it."""
+
+    @abstractmethod
+    def cycle(self, schedule: PipelineSchedule) -> CycleOutcome:
+        """This rank's part of a cycle."""
+
+    @abstractmethod
+    def rollback(self, rollback: Rollback) -> None:
+        """Undoes what a rejection made void."""
+
+    @abstractmethod
+    def forward(self, tokens: Sequence[int], position: int) -> int:
+        """This rank's part of plain decoding: a prompt or one more token; the token behind it."""
+
+
+def law_slots(request: Request, num_stages: int, vocab_size: int, device: torch.device) -> LawSlots | None:
+    """Where drafts and their laws travel; none where the token in the record is all that the verifier needs.
+
+    With one stage the verifier needs the draft before the cycle's record, which would bring it too late.
+    """
+    params = request.params
+    if request.method == "plain":
+        return None
+    if not params.is_greedy and params.verify == "rejection":
+        num_entries = min(params.top_k, vocab_size) if params.top_k else vocab_size
+        return LawSlots(num_stages + 1, num_entries, vocab_size, device)
+    return LawSlots(num_stages + 1, 0, vocab_size, device) if num_stages == 1 else None

@@ -1,0 +1,264 @@
+"""`spd-infer --runtime distributed` as users start it: its answers, their mistakes, a killed rank, Ctrl-C."""
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from spd_lightning.inference.cli import main
+from spd_lightning.inference.decoder import PipelineDecoder
+from spd_lightning.inference.sampling import SamplingParams
+from spd_lightning.modules.checkpoint import drafter_record, save_drafter
+from spd_lightning.modules.draft_vocab import DraftVocab
+from spd_lightning.modules.features import FeatureLayout
+from spd_lightning.modules.target import read_target_shape
+from spd_lightning.modules.tiny_target import save_tiny_target
+from spd_lightning.modules.tokenizer import load_tokenizer, tokenizer_record
+from tests.modules.conftest import make_drafter
+
+PROMPT = "Hello"
+NUM_STAGES, NUM_LAYERS, END_OF_TURN = 2, 8, 258
+LIMIT = 150.0
+"""Seconds after which a command hangs; its imports alone take many on a machine that does other things as well."""
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
+
+
+@dataclass(frozen=True)
+class Folders:
+    drafter: str
+    target: str
+    incomplete: str
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """A target in several files that never ends a turn, a drafter for it, and the target with a file missing."""
+    root = tmp_path_factory.mktemp("commands")
+    target = save_tiny_target(root / "target", "qwen3_5", NUM_LAYERS)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    with torch.no_grad():
+        model.lm_head.weight[END_OF_TURN] = 0.0  # of hundreds of other logits, one is above 0
+    (target / "model.safetensors").unlink()
+    model.save_pretrained(target, max_shard_size="60KB")
+    incomplete = shutil.copytree(target, root / "incomplete")
+    index = json.loads((incomplete / "model.safetensors.index.json").read_text())
+    (incomplete / index["weight_map"][f"model.layers.{NUM_LAYERS - 1}.mlp.down_proj.weight"]).unlink()
+
+    drafter = make_drafter(FeatureLayout.build(NUM_LAYERS, NUM_STAGES), torch.float32)
+    record = drafter_record(
+        drafter.config,
+        target_name=str(target),
+        target=read_target_shape(str(target)),
+        tokenizer=tokenizer_record(load_tokenizer(str(target)), [END_OF_TURN]),
+        draft_vocab=DraftVocab(tuple(drafter.draft_token_ids.tolist())),
+        metrics={},
+    )
+    save_drafter(root / "drafter", drafter.state_dict(), record)
+    return Folders(str(root / "drafter"), str(target), str(incomplete))
+
+
+class Command:
+    """`spd-infer generate` as processes that are all marked by a variable of their environment.
+
+    Args:
+        drafter: a drafter folder.
+        args: further arguments.
+        launcher: module and arguments of what starts the ranks; the command itself when absent.
+        folder: for what it prints.
+    """
+
+    def __init__(self, drafter: str, args: tuple[str, ...], launcher: tuple[str, ...], folder: Path) -> None:
+        self.mark = f"SPD_TEST_MARK={uuid.uuid4().hex}"
+        name, value = self.mark.split("=")
+        threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
+        self.errors = folder / f"{value}.txt"
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, *launcher, "-m", "spd_lightning.inference.cli", "generate"]
+                + ["--runtime", "distributed", "--drafter", drafter, "--prompt", PROMPT, "--timeout", "60", *args],
+                env=os.environ | threads | {name: value},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+
+    def living(self) -> dict[int, str | None]:
+        """Its processes that are left, by process id: of a rank its number."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            if self.mark in environment:
+                ranks = [entry.removeprefix("RANK=") for entry in environment if entry.startswith("RANK=")]
+                found[int(folder.name)] = ranks[0] if ranks else None
+        return found
+
+    def wait_for_text(self) -> None:
+        """Returns when the first of the answer has been printed."""
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], LIMIT)
+        assert ready and os.read(self.process.stdout.fileno(), 1), self.errors.read_text()
+
+    def end(self) -> tuple[int, str, list[str]]:
+        """Its exit code, and what it printed: to stdout, and lines to stderr, the libraries' notes left out."""
+        printed, _ = self.process.communicate(timeout=LIMIT)
+        lines = self.errors.read_text(errors="replace").splitlines()
+        said = [line for line in lines if line.strip() and not line.startswith("[transformers]")]
+        return self.process.returncode, printed.decode(errors="replace"), said
+
+    def has_left(self) -> bool:
+        """Whether all of its processes are gone soon."""
+        deadline = time.monotonic() + 20
+        while self.living():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
+
+
+Spawn = Callable[..., Command]
+
+
+@pytest.fixture
+def spawn(folders: Folders, tmp_path: Path) -> Iterator[Spawn]:
+    commands: list[Command] = []
+
+    def spawn(*args: str, launcher: tuple[str, ...] = ()) -> Command:
+        commands.append(Command(folders.drafter, args, launcher, tmp_path))
+        return commands[-1]
+
+    yield spawn
+    for command in commands:
+        command.process.kill()
+        command.process.wait()
+        for process in command.living():
+            os.kill(process, signal.SIGKILL)
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(NUM_STAGES + 1))
+
+
+@pytest.mark.parametrize(
+    ("params", "launcher"),
+    [
+        (SamplingParams(24), ()),
+        (SamplingParams(24, 0.9, 30, 0.95, seed=2**53 + 1, verify="coupled"), TORCHRUN),
+    ],
+    ids=["greedy, started by itself", "coupled, started by torchrun"],
+)
+def test_the_answer_is_that_of_one_process(
+    params: SamplingParams, launcher: tuple[str, ...], folders: Folders, spawn: Spawn
+) -> None:
+    args = ["--max_new_tokens", str(params.max_new_tokens), "--json", "true", "--compare_ar", "true"]
+    if not params.is_greedy:
+        args += ["--temperature", str(params.temperature), "--top_k", str(params.top_k), "--top_p", str(params.top_p)]
+        args += ["--seed", str(params.seed), "--verify", params.verify]
+    command = spawn(*args, launcher=launcher)
+    decoder = PipelineDecoder.from_pretrained(folders.drafter, max_length=128)
+    expected = decoder.generate([{"role": "user", "content": PROMPT}], params).to_json()
+
+    code, printed, said = command.end()
+    assert (code, said) == (0, [])
+    report = json.loads(printed)
+    assert report.pop("identical_to_ar") is True
+    assert report.pop("seed", None) == params.seed
+    assert {name for name in report if name not in expected} == {"ar_seconds"}
+    for name in expected.keys() - {"seconds"}:
+        assert report[name] == expected[name], name
+
+
+@pytest.mark.parametrize(
+    ("args", "variables", "message"),
+    [
+        (["--target", "/no/such/target"], {}, "cannot load the configuration of '/no/such/target'"),
+        (["--temperature", "-1"], {}, "temperature=-1.0"),
+        (["--timeout", "0"], {}, "timeout=0.0"),
+        (["--schedule", "post_step"], {}, "schedule='post_step', but the drafter was trained for 'pre_step'"),
+        ([], {"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE=2, but this drafter needs 3 ranks"),
+        ([], {"RANK": "0", "WORLD_SIZE": "4"}, "WORLD_SIZE=4, but this drafter needs 3 ranks"),
+        ([], {"RANK": "zero", "WORLD_SIZE": "3"}, "RANK='zero'"),
+        (
+            [],
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "1", "MASTER_ADDR": "a"},
+            "WORLD_SIZE=8, but this drafter needs 3 ranks",
+        ),
+    ],
+)
+def test_mistakes_are_one_line_before_any_rank_starts(
+    args: list[str], variables: dict[str, str], message: str, folders: Folders, monkeypatch, capsys
+) -> None:
+    def launch(*_: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("spd_lightning.inference.runtime.distributed.launch", launch)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as raised:
+        main(["generate", "--runtime", "distributed", "--drafter", folders.drafter, "--prompt", PROMPT, *args])
+    assert raised.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    said = [line for line in printed.err.splitlines() if not line.startswith("[transformers]")]
+    assert len(said) == 1 and said[0].startswith("spd-infer: error: ")
+    assert message in said[0]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("a prompt that does not fit", "do not fit into max_length=8"),
+        ("a missing file of weights", "-of-"),
+    ],
+)
+def test_a_mistake_that_one_rank_finds_is_one_line_and_ends_all(
+    mistake: str, message: str, folders: Folders, spawn: Spawn
+) -> None:
+    """The first is the lead's to find, the second that of the last stage."""
+    args = ["--max_length", "8"] if mistake == "a prompt that does not fit" else ["--target", folders.incomplete]
+    command = spawn("--max_new_tokens", "12", *args)
+    code, printed, said = command.end()
+    assert (code, printed) == (2, "")
+    assert len(said) == 1, said
+    assert said[0].startswith("spd-infer: error: ") and message in said[0]
+    assert command.has_left()
+
+
+@needs_proc
+def test_a_killed_rank_ends_the_command_with_a_line_that_names_it(spawn: Spawn) -> None:
+    command = spawn("--max_new_tokens", "4000")
+    command.wait_for_text()
+    ranks = {rank: process for process, rank in command.living().items() if rank is not None}
+    assert sorted(ranks) == ["0", "1", "2"]
+    os.kill(ranks["1"], signal.SIGKILL)
+    began = time.monotonic()
+    code, _, said = command.end()
+    assert time.monotonic() - began < 45, "before the time-out"
+    assert code == 1
+    assert len(said) == 1, said
+    assert said[0].startswith("spd-infer: error: rank 1 (stage 2) ")
+    assert command.has_left()
+
+
+@needs_proc
+def test_ctrl_c_ends_all_ranks(spawn: Spawn) -> None:
+    command = spawn("--max_new_tokens", "4000")
+    command.wait_for_text()
+    os.killpg(command.process.pid, signal.SIGINT)
+    code, _, said = command.end()
+    assert (code, said) == (128 + signal.SIGINT, ["spd-infer: interrupted"])
+    assert command.has_left()
