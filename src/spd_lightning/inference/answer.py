@@ -1,7 +1,7 @@
 """One answer: as it is decoded, and as it came out. Knows neither how tokens are made nor files."""
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,25 +41,42 @@ class DecodeResult:
 class Run:
     """An answer as it is decoded; `tokens` or `texts` drives it, once. The clock runs from the prefill's token on.
 
+    Attributes:
+        token_ids: committed so far.
+        prefill_seconds: until the prefill's token was there.
+        seconds: from then on.
+
     Args:
+        prompt: token ids.
         committed: the decode: yields committed token ids.
         stop: what the decode feeds with them.
         stats: what it counts in; none for plain decoding.
+        clock: gives the seconds of the decode phase; the prefill is always measured by the wall clock.
     """
 
-    def __init__(self, committed: Generator[int], stop: StopCondition, stats: DecodeStats | None) -> None:
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        committed: Generator[int],
+        stop: StopCondition,
+        stats: DecodeStats | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.prompt = tuple(prompt)
         self._committed = committed
         self.stop = stop
         self.stats = stats
+        self.clock = clock
         self.token_ids: list[int] = []
-        self.seconds = 0.0
+        self.prefill_seconds = self.seconds = 0.0
 
     def tokens(self) -> Iterator[int]:
         """Committed token ids."""
-        began = None
+        asked, began = time.perf_counter(), 0.0
         for token in self._committed:
-            now = time.perf_counter()
-            began = now if began is None else began
+            now = self.clock()
+            if not self.token_ids:
+                self.prefill_seconds, began = time.perf_counter() - asked, now
             self.seconds = now - began
             self.token_ids.append(token)
             yield token

@@ -6,10 +6,12 @@ from typing import Any, Literal
 from spd_lightning.inference.answer import DecodeResult, Run
 from spd_lightning.inference.runtime.cluster import DistributedRuntime
 from spd_lightning.inference.runtime.local import LocalRuntime
+from spd_lightning.inference.runtime.virtual import Link, VirtualRuntime
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.stats import DecodeStats
 from spd_lightning.inference.stopping import StopCondition
 from spd_lightning.modules.checkpoint import Drafter, load_drafter
+from spd_lightning.modules.features import Schedule
 from spd_lightning.modules.target import TargetDtype, read_target_shape
 from spd_lightning.modules.target_files import read_generation_config
 from spd_lightning.modules.tokenizer import (
@@ -20,7 +22,7 @@ from spd_lightning.modules.tokenizer import (
     tokenizer_fingerprint,
 )
 
-RuntimeName = Literal["local", "distributed"]
+RuntimeName = Literal["local", "distributed", "virtual"]
 Messages = Sequence[Mapping[str, str]]
 GREEDY = SamplingParams()
 
@@ -70,6 +72,8 @@ class PipelineDecoder:
         device: str = "cpu",
         max_length: int = 4096,
         timeout: float = 120.0,
+        link: Link | None = None,
+        schedule: Schedule | None = None,
     ) -> "PipelineDecoder":
         """Loads a drafter folder and the target that it was trained for.
 
@@ -77,17 +81,21 @@ class PipelineDecoder:
             drafter: a drafter folder.
             target: folder or hub id of the target; the drafter names it when absent.
             runtime: `local` runs everything in this process. `distributed` makes this process one of `n + 1` that
-                torchrun or srun has started, and loads what this rank needs only.
+                torchrun or srun has started, and loads what this rank needs only. `virtual` is `local` with a clock
+                per rank, advanced as if each had a device of its own.
             dtype: of the target and the drafter; `auto` keeps the target checkpoint's.
             device: where everything runs: `cpu` or `cuda`.
             max_length: longest sequence, prompt and answer together; the caches are allocated for it now.
             timeout: seconds after which a rank that does not answer is given up.
+            link: between the ranks of the virtual runtime.
+            schedule: the drafter's own, or absent; another is an error.
 
         Raises:
             ValueError: if either cannot be loaded, they do not belong together, or the ranks are not `n + 1`.
             RankFailure: if another rank fails.
         """
         given = load_drafter(drafter)
+        check_schedule(given, schedule)
         name = check_target(given, target)
         tokenizer = load_tokenizer(name)
         if tokenizer_fingerprint(tokenizer) != given.record["tokenizer"]["hash"]:
@@ -95,10 +103,15 @@ class PipelineDecoder:
         eos_ids = eos_token_ids(tokenizer, read_generation_config(name))
         capacity = max_length + given.module.config.num_stages  # what is in flight beyond the last committed token
         what = (given.module, name, len(tokenizer), capacity)
-        if runtime == "local":
-            loaded = LocalRuntime.load(*what, dtype, device)
-        else:
-            loaded = DistributedRuntime.load(*what, dtype, device, timeout)
+        match runtime:
+            case "local":
+                loaded = LocalRuntime.load(*what, dtype, device)
+            case "virtual":
+                loaded = VirtualRuntime.load(*what, dtype, device)
+                assert isinstance(loaded, VirtualRuntime)
+                loaded.use_link(link or Link())
+            case "distributed":
+                loaded = DistributedRuntime.load(*what, dtype, device, timeout)
         return cls(loaded, given, tokenizer, eos_ids, max_length)
 
     @property
@@ -126,13 +139,13 @@ class PipelineDecoder:
         """An answer to iterate over, with its statistics at hand; errors as `generate`. Cancels the one before."""
         ids, params = self._checked(prompt, params)
         stop, stats = self._stop(params), DecodeStats(self.num_stages)
-        return self._begin(Run(self.runtime.pipelined(ids, params, stop, stats), stop, stats))
+        return self._begin(Run(ids, self.runtime.pipelined(ids, params, stop, stats), stop, stats, self.runtime.clock))
 
     def start_autoregressive(self, prompt: Sequence[int] | Messages, params: SamplingParams = GREEDY) -> Run:
         """The same answer by plain decoding with the same stages: the baseline."""
         ids, params = self._checked(prompt, params)
         stop = self._stop(params)
-        return self._begin(Run(self.runtime.plain(ids, params, stop), stop, None))
+        return self._begin(Run(ids, self.runtime.plain(ids, params, stop), stop, None))
 
     def follow(self) -> None:
         """On ranks other than the lead: does their part of every answer, until the lead closes.
@@ -181,11 +194,11 @@ class PipelineDecoder:
         return ids, params if params.is_greedy else params.seeded()
 
 
-def check_schedule(drafter: Drafter, schedule: str | None) -> None:
+def check_schedule(drafter: Drafter, schedule: Schedule | None) -> None:
     """Raises `ValueError` for another schedule than the one that the drafter was trained for."""
     own = drafter.module.layout.schedule
     if schedule not in (None, own):
-        raise ValueError(f"schedule={schedule!r}, but the drafter was trained for {own!r}: leave --schedule out")
+        raise ValueError(f"schedule={schedule!r}, but the drafter was trained for {own!r}: leave it out")
 
 
 def check_target(drafter: Drafter, name: str | None = None) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 
 
@@ -38,24 +39,15 @@ def balanced_stage_layers(
         ValueError: if there is no stage, a stage would be empty, or a cost is negative or no number.
     """
     num_layers = len(costs)
-    even_stage_layers(num_layers, num_stages)  # raises for an impossible number of stages
+    even_stage_layers(num_layers, num_stages)  # refuses an impossible number of stages
     for cost in (*costs, last_extra):
         if not 0 <= cost < math.inf:
             raise ValueError(f"cost {cost} of a layer or of the head: must be a finite number, 0 or more")
 
-    def stage_cost(stage: int, start: int, end: int) -> float:
+    @cache
+    def cost_of(start: int, end: int) -> float:
         # Rounded once, so stages of the same layers cost exactly the same wherever they lie.
-        return math.fsum([*costs[start:end], last_extra if stage == num_stages else 0.0])
-
-    table = {
-        (stage, start, end): stage_cost(stage, start, end)
-        for stage in (1, num_stages)  # all but the last are alike
-        for start in range(num_layers)
-        for end in range(start + 1, num_layers + 1)
-    }
-
-    def cost_of(stage: int, start: int, end: int) -> float:
-        return table[num_stages if stage == num_stages else 1, start, end]
+        return math.fsum([*costs[start:end], last_extra if end == num_layers else 0])
 
     def ends_of(stage: int) -> range:
         """Where a stage can end: one layer at least for each stage before, in and behind it."""
@@ -65,7 +57,7 @@ def balanced_stage_layers(
     """By its end: the most expensive of the stages so far, at best."""
     for stage in range(1, num_stages + 1):
         worst = {
-            end: min(max(before, cost_of(stage, start, end)) for start, before in worst.items() if start < end)
+            end: min(max(before, cost_of(start, end)) for start, before in worst.items() if start < end)
             for end in ends_of(stage)
         }
     limit = worst[num_layers]
@@ -77,7 +69,7 @@ def balanced_stage_layers(
             end: [
                 (squares + (end - start) ** 2, (*layers, start - end))
                 for start, (squares, layers) in chosen.items()
-                if start < end and cost_of(stage, start, end) <= limit
+                if start < end and cost_of(start, end) <= limit
             ]
             for end in ends_of(stage)
         }

@@ -51,7 +51,7 @@ def adjusted_speedup(
             f"the cost of drafting is not known for {method=} with {schedule=}, {num_stages=}, {draft_length=} and "
             f"{num_spec_layers=}"
         )
-    return s0 * num_layers / (num_exposed * num_spec_layers + num_layers)
+    return s0 / (1 + num_exposed * num_spec_layers / num_layers)
 
 
 def implied_by_rates(rates: Sequence[float]) -> dict[str, float]:

@@ -49,6 +49,7 @@ class DistributedRuntime:
         self.is_lead = rank.is_lead
         self.num_stages = rank.num_stages
         self.others = [number for number in range(transport.world_size) if number != transport.rank]
+        self.num_devices = transport.world_size
         self.num_requests = 0
         self.is_open = True
 
@@ -108,6 +109,10 @@ class DistributedRuntime:
             runtime = cls(rank, transport, store)
             runtime.meet("loaded")
         return runtime
+
+    def clock(self) -> float:
+        """Seconds, by which decodes are measured."""
+        return time.perf_counter()
 
     def meet(self, what: str) -> None:
         """Returns when all ranks have come here.

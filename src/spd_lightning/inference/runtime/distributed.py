@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from spd_lightning.inference.runtime.environment import RankEnvironment, rank_name
 from spd_lightning.inference.runtime.liveness import Liveness, RankFailure, Store, first_line
 from spd_lightning.inference.runtime.wire import NUM_FIELDS, CycleRecord
+from spd_lightning.inference.timing import COMMUNICATION, NO_TIMER, SYNCHRONISATION, Timer
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,10 @@ class Operation:
 class Posted:
     """Transfers under way. Keeps their buffers until they are waited for."""
 
-    def __init__(self, operations: Sequence[Operation], works: Sequence[Any], liveness: Liveness) -> None:
+    def __init__(self, operations: Sequence[Operation], works: Sequence[Any], transport: "Transport") -> None:
         self._operations = tuple(operations)
         self._works = list(works)
-        self._liveness = liveness
+        self._transport = transport
 
     def wait(self) -> None:
         """Returns when all are done; at once the second time.
@@ -55,7 +57,7 @@ class Posted:
             RankFailure: if a peer is gone or too late.
         """
         if self._works:
-            with self._liveness.waiting(self._liveness.activity):
+            with self._transport.spending(COMMUNICATION):
                 for work in self._works:
                     work.wait()
             self._works.clear()
@@ -76,17 +78,18 @@ class Transport:
         self.world_size = world_size
         self.device = device
         self.liveness = liveness
+        self.timer: Timer = NO_TIMER
         self._mine = torch.zeros(NUM_FIELDS, dtype=torch.int64)
         self._all = torch.zeros(world_size, NUM_FIELDS, dtype=torch.int64)
 
     def post(self, operations: Sequence[Operation]) -> Posted:
         """Begins transfers that do not wait for each other; both ends must post them in one order."""
         if not operations:
-            return Posted((), (), self.liveness)
+            return Posted((), (), self)
         calls = {"send": dist.isend, "receive": dist.irecv}
-        with self.liveness.waiting(self.liveness.activity):
+        with self.spending(COMMUNICATION):
             works = dist.batch_isend_irecv([dist.P2POp(calls[op.kind], op.data, op.peer) for op in operations])
-        return Posted(operations, works, self.liveness)
+        return Posted(operations, works, self)
 
     def exchange(self, record: CycleRecord) -> list[CycleRecord]:
         """All ranks' records, by rank. Every rank calls this in every cycle: it is what keeps them in step.
@@ -95,9 +98,15 @@ class Transport:
             RankFailure: if a rank is gone or too late.
         """
         record.write(self._mine)
-        with self.liveness.waiting(self.liveness.activity):
+        with self.spending(SYNCHRONISATION):
             dist.all_gather(list(self._all.unbind()), self._mine)
         return [CycleRecord.read(row) for row in self._all.tolist()]
+
+    @contextmanager
+    def spending(self, span: str) -> Iterator[None]:
+        """While other ranks may be waited for: the time goes to this span, and a failure names who is to blame."""
+        with self.timer.span(span), self.liveness.waiting(self.liveness.activity):
+            yield
 
 
 def join(

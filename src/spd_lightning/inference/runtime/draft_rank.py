@@ -11,6 +11,7 @@ from spd_lightning.inference.runtime.distributed import Operation, Posted, Trans
 from spd_lightning.inference.runtime.rank import Mailbox, Rank, law_slots
 from spd_lightning.inference.runtime.wire import Message, Request, Stamp
 from spd_lightning.inference.schedule import CyclePlan, PipelineSchedule, Rollback
+from spd_lightning.inference.timing import PDM
 from spd_lightning.inference.verify import make_proposer
 
 
@@ -65,10 +66,7 @@ class DraftRank(Rank):
         self._announce(f"position {position} (plain decoding)")
         return self._end_block(position + len(tokens) - 1)
 
-    def cycle(self, schedule: PipelineSchedule) -> CycleOutcome:
-        plan = schedule.plan()
-        self._announce(f"cycle {plan.cycle}")
-        self._settle()
+    def _run_cycle(self, plan: CyclePlan, schedule: PipelineSchedule) -> CycleOutcome:
         self.arrivals = {
             number: mailbox.next() for number, mailbox in self.mailboxes.items() if plan.position_at(number) is not None
         }
@@ -81,8 +79,9 @@ class DraftRank(Rank):
         """Nothing: the rows of what is in flight are made anew in every cycle."""
 
     def _draft(self, plan: CyclePlan, schedule: PipelineSchedule) -> None:
-        logits = self.session.draft_logits(plan, schedule.tokens[plan.newest])
-        proposal = self.proposer.propose(logits, plan.drafted)
+        with self.transport.timer.span(PDM):
+            logits = self.session.draft_logits(plan, schedule.tokens[plan.newest])
+            proposal = self.proposer.propose(logits, plan.drafted)
         self.draft = proposal.token
         if self.laws is not None:
             message = self.laws.write(proposal, Stamp(self.request, plan.epoch, plan.drafted))

@@ -1,5 +1,6 @@
 """All roles in one process, one after the other: the reference, and the way on a single device."""
 
+import time
 from collections.abc import Callable, Generator, Sequence
 
 import torch
@@ -13,6 +14,7 @@ from spd_lightning.inference.schedule import CyclePlan, PipelineSchedule, Rollba
 from spd_lightning.inference.stage import Stage
 from spd_lightning.inference.stats import DecodeStats
 from spd_lightning.inference.stopping import StopCondition
+from spd_lightning.inference.timing import NO_TIMER, PDM, VERIFY, Timer, stage_span
 from spd_lightning.inference.verify import DraftProposal, Proposer, Verifier, make_proposer, make_verifier
 from spd_lightning.modules.drafter import PipelineDraftModule
 from spd_lightning.modules.target import TargetDtype
@@ -26,13 +28,22 @@ class LocalPipeline:
         session: the drafter.
         proposer: makes a token of draft logits.
         verifier: judges drafts by the last stage's logits.
+        timer: is told where the time of a cycle goes.
     """
 
-    def __init__(self, stages: Sequence[Stage], session: DraftSession, proposer: Proposer, verifier: Verifier) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        session: DraftSession,
+        proposer: Proposer,
+        verifier: Verifier,
+        timer: Timer = NO_TIMER,
+    ) -> None:
         self.stages = stages
         self.session = session
         self.proposer = proposer
         self.verifier = verifier
+        self.timer = timer
         self.device = session.states.device
         self.proposals: dict[int, DraftProposal] = {}
         self.entering: dict[int, Tensor] = {}
@@ -60,17 +71,21 @@ class LocalPipeline:
     def cycle(self, schedule: PipelineSchedule) -> CycleOutcome:
         plan = schedule.plan()
         newest = schedule.tokens[plan.newest]
-        for step in self.steps:
-            step(plan, newest)
-        draft, verdict = self.proposals[plan.drafted].token, None
-        if plan.judged is not None:
-            assert self.logits is not None
-            verdict = self.verifier.judge(self.logits, self.proposals.pop(plan.judged), plan.judged)
+        with self.timer.cycle(plan):
+            for step in self.steps:
+                step(plan, newest)
+            draft, verdict = self.proposals[plan.drafted].token, None
+            if plan.judged is not None:
+                assert self.logits is not None
+                with self.timer.span(VERIFY):
+                    verdict = self.verifier.judge(self.logits, self.proposals.pop(plan.judged), plan.judged)
         return CycleOutcome(draft, verdict)
 
     def _draft(self, plan: CyclePlan, newest: int) -> None:
         """Proposes the token behind the newest one."""
-        self.proposals[plan.drafted] = self.proposer.propose(self.session.draft_logits(plan, newest), plan.drafted)
+        with self.timer.span(PDM):
+            logits = self.session.draft_logits(plan, newest)
+            self.proposals[plan.drafted] = self.proposer.propose(logits, plan.drafted)
 
     def _run_stages(self, plan: CyclePlan, newest: int) -> None:
         """Advances every token in flight by a stage, the oldest first, so that no output is overwritten before its use."""
@@ -81,7 +96,8 @@ class LocalPipeline:
             entering = (
                 torch.tensor([[newest]], device=self.device) if stage.number == 1 else self.entering[stage.number]
             )
-            output = stage.run(entering, position)
+            with self.timer.span(stage_span(stage.number)):
+                output = stage.run(entering, position)
             self.entering[stage.number + 1] = output.hidden
             self.session.receive(position, output.anchors)
             if output.logits is not None:
@@ -106,12 +122,18 @@ class LocalRuntime:
     """
 
     is_lead = True
+    num_devices = 1
 
     def __init__(self, stages: Sequence[Stage], session: DraftSession, num_tokens: int) -> None:
         self.stages = stages
         self.session = session
         self.num_tokens = num_tokens
         self.draft_token_ids = session.drafter.draft_token_ids
+        self.timer: Timer = NO_TIMER
+
+    def clock(self) -> float:
+        """Seconds, by which decodes are measured."""
+        return time.perf_counter()
 
     @classmethod
     def load(
@@ -150,7 +172,8 @@ class LocalRuntime:
     ) -> Generator[int]:
         """Decodes with the drafter; see `decode`."""
         verifier = make_verifier(params, self.num_tokens, self.draft_token_ids)
-        pipeline = LocalPipeline(self.stages, self.session, make_proposer(params, self.draft_token_ids), verifier)
+        proposer = make_proposer(params, self.draft_token_ids)
+        pipeline = LocalPipeline(self.stages, self.session, proposer, verifier, self.timer)
         return decode(pipeline, len(self.stages), prompt, stop, stats)
 
     def plain(self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition) -> Generator[int]:

@@ -116,9 +116,17 @@ class Rank(ABC):
     def prefill(self, prompt: Sequence[int]) -> int:
         """This rank's part of taking a prompt in; the token behind it."""
 
-    @abstractmethod
     def cycle(self, schedule: PipelineSchedule) -> CycleOutcome:
         """This rank's part of a cycle."""
+        plan = schedule.plan()
+        self._announce(f"cycle {plan.cycle}")
+        with self.transport.timer.cycle(plan):
+            self._settle()
+            return self._run_cycle(plan, schedule)
+
+    @abstractmethod
+    def _run_cycle(self, plan: CyclePlan, schedule: PipelineSchedule) -> CycleOutcome:
+        """What the plan implies for this rank, and the exchange of records."""
 
     @abstractmethod
     def rollback(self, rollback: Rollback) -> None:

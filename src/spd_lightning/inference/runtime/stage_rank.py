@@ -12,6 +12,7 @@ from spd_lightning.inference.runtime.wire import Request, Stamp
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.schedule import CyclePlan, PipelineSchedule, Rollback, Verdict
 from spd_lightning.inference.stage import Stage
+from spd_lightning.inference.timing import VERIFY, stage_span
 from spd_lightning.inference.verify import DraftProposal, Verifier
 
 
@@ -61,10 +62,7 @@ class StageRank(Rank):
         self._announce(f"position {position} (plain decoding)")
         return self._run_block(tokens, position, has_drafter=False)
 
-    def cycle(self, schedule: PipelineSchedule) -> CycleOutcome:
-        plan = schedule.plan()
-        self._announce(f"cycle {plan.cycle}")
-        self._settle()
+    def _run_cycle(self, plan: CyclePlan, schedule: PipelineSchedule) -> CycleOutcome:
         position, number = plan.position_at(self.stage.number), self.stage.number
         operations: list[Operation] = []
         logits: Tensor | None = None
@@ -97,7 +95,8 @@ class StageRank(Rank):
             else:
                 # Since its flush the draft has come one cycle after the other, so it is of this epoch.
                 proposal = self.laws.read(Stamp(self.request, plan.epoch, plan.judged))
-            verdict = self.verifier.judge(logits, proposal, plan.judged)
+            with self.transport.timer.span(VERIFY):
+                verdict = self.verifier.judge(logits, proposal, plan.judged)
         if law is not None:
             law.wait()
         return verdict
@@ -123,7 +122,8 @@ class StageRank(Rank):
 
     def _run_stage(self, entering: Tensor, stamp: Stamp, has_drafter: bool) -> tuple[Tensor | None, list[Operation]]:
         """Advances tokens; the last one's logits, and what there is to send."""
-        output = self.stage.run(entering, stamp.position)
+        with self.transport.timer.span(stage_span(self.stage.number)):
+            output = self.stage.run(entering, stamp.position)
         count, operations = output.hidden.shape[1], list[Operation]()
         if not self.is_last:
             message = self.outbox.next(count)

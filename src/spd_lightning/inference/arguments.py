@@ -1,0 +1,125 @@
+"""What every command that decodes is told, and where it then runs: here, or in ranks that it starts or is one of."""
+
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from jsonargparse import ArgumentParser, Namespace
+
+if TYPE_CHECKING:
+    from spd_lightning.inference.decoder import PipelineDecoder
+
+CLI_MODULE = "spd_lightning.inference.cli"
+
+
+def add_decoding_arguments(parser: ArgumentParser) -> None:
+    """The target, how tokens are drawn, and where the work is done."""
+    add = parser.add_argument
+    add("--target", type=str | None, default=None, help="folder or hub id of the target; the drafter names its own")
+    add("--max_new_tokens", type=int, default=512, help="tokens of an answer at most")
+    add("--max_length", type=int, default=4096, help="prompt and answer together at most; caches are made for it")
+    add("--temperature", type=float, default=0.0, help="0 decodes greedily")
+    add("--top_k", type=int, default=50, help="only so many likeliest tokens can be drawn; 0 is off")
+    add("--top_p", type=float, default=1.0, help="of those, the fewest whose probabilities sum to this; 1 is off")
+    add("--seed", type=int | None, default=None, help="of all draws; drawn and printed when absent")
+    add("--stop", type=list[str], default=[], help="strings that end the text")
+    add(
+        "--verify",
+        type=Literal["rejection", "coupled"],
+        default="rejection",
+        help="sampled drafts: accept most, or give the very text of plain sampling with this seed",
+    )
+    add(
+        "--schedule",
+        type=Literal["pre_step", "post_step"] | None,
+        default=None,
+        help="when drafts are made; the drafter was trained for one, another is an error",
+    )
+    add(
+        "--runtime",
+        type=Literal["local", "distributed", "virtual"],
+        default="local",
+        help="all stages in this process; or one process per stage and one that drafts, started here, or by torchrun "
+        "or srun on one node or many; or in this process with a clock per rank, as if each had a device of its own",
+    )
+    add("--link_us", type=float, default=20.0, help="virtual runtime: latency of a message in microseconds")
+    add("--link_gb_s", type=float, default=25.0, help="virtual runtime: gigabytes per second between two ranks")
+    add("--record_us", type=float, default=50.0, help="virtual runtime: microseconds of the exchange after each cycle")
+    add("--timeout", type=float, default=120.0, help="seconds after which a process that does not answer is given up")
+    add("--dtype", type=Literal["auto", "float32", "bfloat16"], default="auto", help="auto keeps the checkpoint's")
+    add("--device", type=str, default="auto", help="auto takes a GPU if there is one")
+
+
+def sampling_params(given: Namespace) -> Any:
+    """The sampling parameters that the arguments ask for; with a seed if they sample."""
+    from spd_lightning.inference.sampling import SamplingParams
+
+    params = SamplingParams(
+        given.max_new_tokens, given.temperature, given.top_k, given.top_p, given.seed, given.verify, tuple(given.stop)
+    )
+    return params if params.is_greedy else params.seeded()
+
+
+def run_on_ranks(given: Namespace, args: Sequence[str], work: Callable[[], None]) -> None:
+    """Runs `work` here; under `--runtime distributed` in every rank, which are started here unless this is one.
+
+    Args:
+        given: the arguments.
+        args: the whole command line, for processes that are started.
+        work: what each rank does.
+
+    Raises:
+        SystemExit: with 1, and one line of error, where a rank has failed.
+    """
+    if not given.timeout > 0:
+        raise ValueError(f"timeout={given.timeout}: a number of seconds above 0 is needed")
+    if given.runtime != "distributed":
+        work()
+        return
+
+    from spd_lightning.inference.decoder import check_target
+    from spd_lightning.inference.runtime.distributed import launch
+    from spd_lightning.inference.runtime.environment import rank_environment
+    from spd_lightning.inference.runtime.liveness import RankFailure
+    from spd_lightning.modules.checkpoint import load_drafter
+
+    environment = rank_environment()
+    try:
+        if environment is None:
+            drafter = load_drafter(given.drafter if isinstance(given.drafter, str) else given.drafter[0])
+            check_target(drafter, given.target)
+            if code := launch(drafter.module.config.num_stages + 1, CLI_MODULE, args):
+                raise SystemExit(code)
+        else:  # Ctrl-C reaches every process of a terminal; the lead tells the others
+            signal.signal(signal.SIGINT, signal.default_int_handler if environment.rank == 0 else signal.SIG_IGN)
+            work()
+    except RankFailure as failure:
+        # The lead speaks for all, unless it is the lead that has failed.
+        if environment is None or environment.rank == 0 or failure.rank in (0, None):
+            print(f"spd-infer: error: {failure}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+
+
+@contextmanager
+def opened_decoder(given: Namespace, drafter: str) -> "Iterator[PipelineDecoder]":
+    """The decoder that the arguments ask for; on leaving, the other ranks are let go."""
+    import torch
+
+    from spd_lightning.inference.decoder import PipelineDecoder
+    from spd_lightning.inference.runtime.virtual import Link
+
+    device = given.device if given.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    with PipelineDecoder.from_pretrained(
+        drafter,
+        given.target,
+        given.runtime,
+        given.dtype,
+        device,
+        given.max_length,
+        given.timeout,
+        Link(given.link_us * 1e-6, given.link_gb_s * 1e9, given.record_us * 1e-6),
+        given.schedule,
+    ) as decoder:
+        yield decoder

@@ -1,0 +1,1 @@
+"""From benchmark questions to numbers: asking, scoring, running a model's programs, pooling and reporting."""

@@ -1,0 +1,120 @@
+"""A clock per rank, advanced as if every rank had a device of its own, while one process does all the work.
+
+The pieces are measured as they run one after the other; the clock puts them side by side, with a given link between
+ranks. Wall clock and virtual clock answer different questions and are never added.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from spd_lightning.inference.runtime.local import LocalRuntime
+from spd_lightning.inference.runtime.wire import Message
+from spd_lightning.inference.schedule import CyclePlan
+from spd_lightning.inference.timing import PDM, VERIFY, CycleTimer, CycleTimes, stage_span
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a transfer between two ranks takes.
+
+    Attributes:
+        latency: seconds until the first byte is there.
+        bytes_per_second: from then on.
+        record: seconds of the all-gather that ends each cycle.
+    """
+
+    latency: float = 20e-6
+    bytes_per_second: float = 25e9
+    record: float = 50e-6
+
+    def __post_init__(self) -> None:
+        for name in ("latency", "record"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"link {name}={getattr(self, name)}: a number of seconds of at least 0 is needed")
+        if not self.bytes_per_second > 0:
+            raise ValueError(f"link bytes_per_second={self.bytes_per_second}: a number above 0 is needed")
+
+    def seconds(self, num_bytes: int) -> float:
+        """Of one message; none is sent where there is nothing to send."""
+        return self.latency + num_bytes / self.bytes_per_second if num_bytes else 0.0
+
+
+@dataclass(frozen=True)
+class MessageSizes:
+    """Bytes that a token's messages have.
+
+    Attributes:
+        hidden: from a stage to the next one.
+        anchors: from each stage to the drafter, first to last.
+    """
+
+    hidden: int
+    anchors: tuple[int, ...]
+
+
+class VirtualClock(CycleTimer):
+    """Times of cycles, and how long they would have taken with a device per rank.
+
+    Args:
+        num_stages: `n`.
+        drafts_first: whether drafts are made before the stages' forwards (pre-step).
+        sizes: of the messages.
+        link: between ranks.
+    """
+
+    def __init__(self, num_stages: int, drafts_first: bool, sizes: MessageSizes, link: Link) -> None:
+        super().__init__()
+        self.num_stages = num_stages
+        self.drafts_first = drafts_first
+        self.sizes = sizes
+        self.link = link
+        self.seconds = 0.0
+        """Of all cycles so far, on the virtual clock."""
+
+    @contextmanager
+    def cycle(self, plan: CyclePlan) -> Iterator[None]:
+        with super().cycle(plan):
+            yield
+        self.seconds += self.cycle_seconds(self.cycles[-1])
+
+    def cycle_seconds(self, times: CycleTimes) -> float:
+        """From the exchange of records to the next one: all ranks begin together and end with the last of them.
+
+        Stages run at once, each on what came in the cycle before. Hidden states and anchors travel when a stage has
+        ended; the verifier judges in its own time meanwhile. Pre-step, the drafter begins with the cycle; post-step,
+        when the last anchors have come. With one stage the verifier needs this cycle's draft, a small message.
+        """
+        spans, link, last = times.spans, self.link, self.num_stages
+        ended = {number: spans[stage_span(number)] for number in range(1, min(times.fill, last) + 1)}
+        sent = max(
+            (seconds + link.seconds(self.sizes.hidden) for number, seconds in ended.items() if number < last),
+            default=0.0,
+        )
+        anchored = max(seconds + link.seconds(self.sizes.anchors[number - 1]) for number, seconds in ended.items())
+        drafted = spans[PDM] if self.drafts_first else anchored + spans[PDM]
+        judging = ended.get(last, 0.0)
+        if last == 1:
+            judging = max(judging, drafted + link.latency)
+        judged = judging + spans.get(VERIFY, 0.0)
+        return max(sent, anchored, drafted, judged) + link.record
+
+
+class VirtualRuntime(LocalRuntime):
+    """A local runtime whose pipelined decodes are measured by a virtual clock; plain decoding by the wall clock."""
+
+    def use_link(self, link: Link) -> None:
+        """Begins a clock at zero."""
+        layout, states = self.session.layout, self.session.states
+        state_bytes = states.shape[-1] * states.element_size()
+        counts = [len(stage.taps) for stage in self.stages]
+        sizes = MessageSizes(
+            hidden=Message.HEADER_BYTES + state_bytes,
+            anchors=tuple(Message.HEADER_BYTES + count * state_bytes if count else 0 for count in counts),
+        )
+        self.timer = self.virtual = VirtualClock(layout.num_stages, layout.drafts_first, sizes, link)
+        self.num_devices = layout.num_stages + 1
+
+    def clock(self) -> float:
+        """Seconds of all cycles so far, as if every rank had a device of its own."""
+        return self.virtual.seconds

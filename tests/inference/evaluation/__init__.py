@@ -1,0 +1,1 @@
+"""Tests of evaluation: asking, scoring, pooling and reporting."""
