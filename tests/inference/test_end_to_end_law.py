@@ -1,7 +1,8 @@
 """Sampled text has the target's law through the whole pipeline: prefill, cycles, rejections and refilling included.
 
-The law of `(prompt's next token, the one after it, ...)` is enumerated with the target's own forward over all prefixes;
-thousands of short decodes, one per seed, are held against it. What one judgement does is in `test_verify.py`.
+The joint law of the next tokens is enumerated with the target's own forward over all prefixes, and the decodes of
+hundreds of seeds are held against it in each case; wrong rules fail the same test. The law of one judgement is in
+`test_verify.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from tests.inference.conftest import TOKENIZER, cut
 from tests.modules.conftest import make_drafter, make_target
 
 TOKENS, VOCAB = 5, 7  # two padding rows
-EVERY, GAPS = (0, 1, 2, 3, 4), (0, 1, 3, 4)
+EVERY, GAPS = (0, 1, 2, 3, 4), (1, 3, 4)
 PROMPT = [1, 4]
 LIMIT, WRONG = 1e-3, 1e-6
 
@@ -54,7 +55,6 @@ CASES = {
     "cold_top_k": Case(SamplingParams(temperature=0.7, top_k=2), GAPS),
     "four_stages": Case(SamplingParams(temperature=0.7, top_k=3, top_p=0.9), GAPS, "qwen3_5", 4, 4, 150),
 }
-WRONG_CASE = replace(CASES["cold_top_k"], num_seeds=200)
 
 
 class OneAttendPerLayer(DraftSession):
@@ -124,9 +124,10 @@ class Laws:
 @pytest.fixture(autouse=True)
 def _no_shape_checks() -> Iterator[None]:
     """Thousands of forwards of the same shapes; the checks would take most of the time."""
+    before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @pytest.fixture(scope="module")
@@ -239,23 +240,26 @@ def make_warm_verifier(params, *given):
 
 
 WRONG_PAIRS = {
-    "the temperature is left out": Wrong(make_warm_proposer, make_warm_verifier),
-    "every draft is accepted": Wrong(verifier=AcceptAll),
-    "a rejected draft is replaced from P": Wrong(verifier=TargetAfterRejection),
-    "Q is warped in another way": Wrong(proposer=OtherWarping),
-    "Q is that of an earlier draft": Wrong(proposer=LawOfEarlierDraft),
+    "the temperature is left out": ("cold", Wrong(make_warm_proposer, make_warm_verifier)),
+    "every draft is accepted": ("cold_top_k", Wrong(verifier=AcceptAll)),
+    "a rejected draft is replaced from P": ("cold_top_k", Wrong(verifier=TargetAfterRejection)),
+    "Q is warped in another way": ("cold_top_k", Wrong(proposer=OtherWarping)),
+    "Q is that of an earlier draft": ("cold_top_k", Wrong(proposer=LawOfEarlierDraft)),
 }
 
 
 @pytest.mark.parametrize("name", WRONG_PAIRS)
 def test_a_wrong_rule_shows_in_the_law(name: str, bench_of) -> None:
-    assert chance_of_decodes(bench_of(WRONG_CASE), WRONG_CASE, WRONG_PAIRS[name]) < WRONG
+    case_name, wrong = WRONG_PAIRS[name]
+    case = replace(CASES[case_name], num_seeds=200)
+    assert chance_of_decodes(bench_of(case), case, wrong) < WRONG
 
 
 def test_the_same_numbers_at_every_position_show_in_the_law(bench_of, monkeypatch) -> None:
     """The law of each token alone would be right."""
     monkeypatch.setattr(verify, "uniform", lambda seed, position, purpose: uniform(seed, 0, purpose))
-    assert chance_of_decodes(bench_of(WRONG_CASE), WRONG_CASE) < WRONG
+    case = replace(CASES["plain"], num_seeds=200)
+    assert chance_of_decodes(bench_of(case), case, Wrong()) < WRONG
 
 
 def test_coupled_text_is_plain_sampling_with_the_same_noise_for_200_seeds(bench_of) -> None:
@@ -273,10 +277,10 @@ def test_coupled_text_is_plain_sampling_with_the_same_noise_for_200_seeds(bench_
             lowest += (1 - distance) / (1 + distance)
             highest += 1 - distance
             unshared += float(p @ q)
-    margin = 4 * 0.5 * num_judged**0.5
-    assert lowest - margin < num_accepted < highest + margin
-    assert unshared + margin < lowest < highest - margin  # noise that is not shared would be seen
+    margin = 3 * 0.5 * num_judged**0.5  # three standard deviations at most
     assert num_judged == 1000
+    assert lowest - margin < num_accepted < highest + margin
+    assert unshared < lowest - margin  # noise that is not shared would be seen
 
 
 def test_rejection_accepts_as_often_as_the_distance_of_the_laws_allows(bench_of) -> None:
@@ -303,9 +307,9 @@ def test_one_token_left_by_top_k_is_greedy_decoding(name: str, bench_of) -> None
 @pytest.mark.parametrize("mode", ["rejection", "coupled"])
 def test_a_seed_gives_its_tokens_whatever_was_decoded_before(mode, bench_of) -> None:
     def tokens_of(seed: int) -> tuple[int, ...]:
-        params = SamplingParams(8, 1.0, seed=seed, verify=mode)
+        params = SamplingParams(6, 1.0, seed=seed, verify=mode)
         return tuple(bench_of(CASES["four_stages"]).decode(params)[0])
 
-    forward = {seed: tokens_of(seed) for seed in range(12)}
-    assert {seed: tokens_of(seed) for seed in reversed(range(12))} == forward
-    assert len(set(forward.values())) > 8
+    forward = {seed: tokens_of(seed) for seed in range(8)}
+    assert {seed: tokens_of(seed) for seed in reversed(range(8))} == forward
+    assert len(set(forward.values())) > 5

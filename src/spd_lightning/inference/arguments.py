@@ -14,13 +14,16 @@ if TYPE_CHECKING:
 CLI_MODULE = "spd_lightning.inference.cli"
 
 
-def add_decoding_arguments(parser: ArgumentParser) -> None:
+def add_decoding_arguments(parser: ArgumentParser, several_temperatures: bool = False) -> None:
     """The target, how tokens are drawn, and where the work is done."""
     add = parser.add_argument
     add("--target", type=str | None, default=None, help="folder or hub id of the target; the drafter names its own")
     add("--max_new_tokens", type=int, default=512, help="tokens of an answer at most")
     add("--max_length", type=int, default=4096, help="prompt and answer together at most; caches are made for it")
-    add("--temperature", type=float, default=0.0, help="0 decodes greedily")
+    if several_temperatures:
+        add("--temperature", type=float, nargs="+", default=[0.0], help="0 decodes greedily")
+    else:
+        add("--temperature", type=float, default=0.0, help="0 decodes greedily")
     add("--top_k", type=int, default=50, help="only so many likeliest tokens can be drawn; 0 is off")
     add("--top_p", type=float, default=1.0, help="of those, the fewest whose probabilities sum to this; 1 is off")
     add("--seed", type=int | None, default=None, help="of all draws; drawn and printed when absent")
@@ -52,12 +55,13 @@ def add_decoding_arguments(parser: ArgumentParser) -> None:
     add("--device", type=str, default="auto", help="auto takes a GPU if there is one")
 
 
-def sampling_params(given: Namespace) -> Any:
-    """The sampling parameters that the arguments ask for; with a seed if they sample."""
+def sampling_params(given: Namespace, temperature: float | None = None) -> Any:
+    """The sampling parameters that the arguments ask for, with a seed if they sample; at another temperature if given."""
     from spd_lightning.inference.sampling import SamplingParams
 
+    temperature = given.temperature if temperature is None else temperature
     params = SamplingParams(
-        given.max_new_tokens, given.temperature, given.top_k, given.top_p, given.seed, given.verify, tuple(given.stop)
+        given.max_new_tokens, temperature, given.top_k, given.top_p, given.seed, given.verify, tuple(given.stop)
     )
     return params if params.is_greedy else params.seeded()
 

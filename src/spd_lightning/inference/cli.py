@@ -6,10 +6,18 @@ from jsonargparse import ArgumentParser
 
 from spd_lightning.errors import one_line_errors
 from spd_lightning.inference.chat_command import add_chat_arguments, run_chat
+from spd_lightning.inference.evaluation.command import add_eval_arguments, run_eval
 from spd_lightning.inference.generate import add_generate_arguments, run_generate
+from spd_lightning.inference.planning.command import add_plan_arguments, run_plan
 
 COMMANDS = {
     "generate": ("Answers one prompt; the text is the target's own.", add_generate_arguments, run_generate),
+    "eval": ("Drafters on benchmarks beside plain decoding: tables and a page.", add_eval_arguments, run_eval),
+    "plan": (
+        "Predicts cycle, speed and memory of every split of a target, and proposes the best.",
+        add_plan_arguments,
+        lambda given, _: run_plan(given),
+    ),
     "chat": ("A conversation in the terminal; /help lists its commands.", add_chat_arguments, run_chat),
 }
 """Description, arguments and what to do, by name. Each is given its arguments and the whole command line."""

@@ -41,6 +41,7 @@ class PipelineDecoder:
     Args:
         runtime: what does the work.
         drafter: the drafter and its record.
+        target_name: folder or hub id of the target.
         tokenizer: the target's.
         eos_ids: tokens that end an answer.
         max_length: longest sequence, prompt and answer together.
@@ -50,12 +51,14 @@ class PipelineDecoder:
         self,
         runtime: LocalRuntime | DistributedRuntime,
         drafter: Drafter,
+        target_name: str,
         tokenizer: Any,
         eos_ids: Sequence[int],
         max_length: int,
     ) -> None:
         self.runtime = runtime
         self.drafter = drafter
+        self.target_name = target_name
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.max_length = max_length
@@ -112,7 +115,7 @@ class PipelineDecoder:
                 loaded.use_link(link or Link())
             case "distributed":
                 loaded = DistributedRuntime.load(*what, dtype, device, timeout)
-        return cls(loaded, given, tokenizer, eos_ids, max_length)
+        return cls(loaded, given, name, tokenizer, eos_ids, max_length)
 
     @property
     def is_lead(self) -> bool:
@@ -137,14 +140,14 @@ class PipelineDecoder:
 
     def start(self, prompt: Sequence[int] | Messages, params: SamplingParams = GREEDY) -> Run:
         """An answer to iterate over, with its statistics at hand; errors as `generate`. Cancels the one before."""
-        ids, params = self._checked(prompt, params)
-        stop, stats = self._stop(params), DecodeStats(self.num_stages)
+        ids, params = self.checked(prompt, params)
+        stop, stats = self.stop_condition(params), DecodeStats(self.num_stages)
         return self._begin(Run(ids, self.runtime.pipelined(ids, params, stop, stats), stop, stats, self.runtime.clock))
 
     def start_autoregressive(self, prompt: Sequence[int] | Messages, params: SamplingParams = GREEDY) -> Run:
         """The same answer by plain decoding with the same stages: the baseline."""
-        ids, params = self._checked(prompt, params)
-        stop = self._stop(params)
+        ids, params = self.checked(prompt, params)
+        stop = self.stop_condition(params)
         return self._begin(Run(ids, self.runtime.plain(ids, params, stop), stop, None))
 
     def follow(self) -> None:
@@ -153,7 +156,7 @@ class PipelineDecoder:
         Raises:
             RankFailure: if another rank fails.
         """
-        self.runtime.follow(self._stop)
+        self.runtime.follow(self.stop_condition)
 
     def close(self) -> None:
         """On the lead: cancels what is being decoded and lets the other ranks end."""
@@ -174,11 +177,12 @@ class PipelineDecoder:
         self._current = run
         return run
 
-    def _stop(self, params: SamplingParams) -> StopCondition:
+    def stop_condition(self, params: SamplingParams) -> StopCondition:
+        """When an answer ends."""
         eos = () if params.ignore_eos else self.eos_ids
         return StopCondition(eos, params.max_new_tokens, params.stop, self.tokenizer)
 
-    def _checked(self, prompt: Sequence[int] | Messages, params: SamplingParams) -> tuple[list[int], SamplingParams]:
+    def checked(self, prompt: Sequence[int] | Messages, params: SamplingParams) -> tuple[list[int], SamplingParams]:
         if prompt and isinstance(prompt[0], Mapping):
             messages: Any = prompt
             ids = token_ids(self.tokenizer, render_prompt(self.tokenizer, messages))

@@ -227,8 +227,12 @@ class FrozenTarget:
         top_p: float = 1.0,
         eos_token_ids: Sequence[int] = (),
         pad_token_id: int = 0,
+        streamer: Any = None,
     ) -> Int[Tensor, "batch seq"]:
-        """Transformers' own `generate` on left-padded prompts; rows that end early are filled with `pad_token_id`."""
+        """Transformers' own `generate` on left-padded prompts; rows that end early are filled with `pad_token_id`.
+
+        Of a single sequence, `streamer.put` is given the prompt and then each token as soon as it is there.
+        """
         sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if do_sample else {}
         return cast(Any, self.model).generate(
             input_ids=input_ids,
@@ -237,5 +241,6 @@ class FrozenTarget:
             do_sample=do_sample,
             eos_token_id=list(eos_token_ids) or None,
             pad_token_id=pad_token_id,
+            streamer=streamer,
             **sampling,
         )

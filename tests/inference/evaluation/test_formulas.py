@@ -91,15 +91,15 @@ def test_implied_figures_meet_those_of_a_long_decode() -> None:
     rates = [0.5, 0.6, 0.7, 0.8]
     # The fill of a draft follows from the verdicts before it: drawn here, checked against the schedule's below.
     verdicts, fills = [], []
-    for _ in range(20_000):
+    for _ in range(4000):
         fills.append(1 if not verdicts or not verdicts[-1] else min(4, fills[-1] + 1))
         verdicts.append(draw.random() < rates[fills[-1] - 1])
     made = drafted(verdicts, 4)
     assert [fill for _, fill, _ in made.judgements] == fills
     implied, stats = implied_by_counts(made.stats.acceptance_by_fill(), 4), made.stats
-    assert implied is not None and implied["alpha"] == pytest.approx(stats.alpha, rel=2e-3)
-    assert implied["p"] == pytest.approx(stats.acceptance, rel=2e-3)
-    assert implied["s0"] == pytest.approx(stats.speedup, rel=2e-3)
+    assert implied is not None and implied["alpha"] == pytest.approx(stats.alpha, rel=5e-3)
+    assert implied["p"] == pytest.approx(stats.acceptance, rel=5e-3)
+    assert implied["s0"] == pytest.approx(stats.speedup, rel=5e-3)
 
 
 def test_predictions_are_those_of_the_law_that_is_decoded_with() -> None:

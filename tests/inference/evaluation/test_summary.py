@@ -78,9 +78,9 @@ def test_adjusted_speedup_follows_method_and_schedule() -> None:
     post = group([drafted(verdicts, schedule="post_step")])
     ppsd = group([drafted(verdicts, method="ppsd", num_spec_layers=1, schedule="post_step")], method="ppsd")
     eagle = group(
-        [drafted(verdicts, method="eagle3", num_stages=None, schedule=None, num_cycles=2, draft_length=3)],
+        [sample(method="eagle3", drafter="k3", num_spec_layers=2, draft_length=3, num_committed=4, num_cycles=2)],
         method="eagle3",
-    )  # fmt: skip
+    )
     assert pre.s0 == post.s0 == ppsd.s0 == 1.6 and pre.adjusted_s == pre.s0
     assert post.adjusted_s == pytest.approx(pre.s0 * 30 / (4 * 2 + 30))
     assert ppsd.adjusted_s == pytest.approx(pre.s0 * 30 / (4 + 30))
@@ -150,7 +150,7 @@ def test_acceptance_by_fill_position_and_class() -> None:
 
 def test_implied_figures_come_from_acceptance_by_fill() -> None:
     draw = random.Random(3)
-    made = group([drafted([draw.random() < 0.7 for _ in range(5000)])])
+    made = group([drafted([draw.random() < 0.7 for _ in range(1500)])])
     assert made.implied is not None and made.implied["s0"] == pytest.approx(made.s0, rel=1e-2)
     assert group([drafted([True, True])]).implied is None  # fill 3 and 4 never occurred
 

@@ -38,7 +38,7 @@ def drafter(tmp_path, target):
     layout = FeatureLayout.build(8, 3, stage_layers=[4, 3, 1], anchors=[0, 4, 7], rows="shared")
     module = make_drafter(layout, intermediate_size=40)
     tokenizer = {"hash": "0" * 64, "num_tokens": 259}
-    vocab = DraftVocab(tuple(module.draft_token_ids.tolist()), num_tokens=259)
+    vocab = DraftVocab(tuple(module.draft_token_ids.tolist()))
     record = drafter_record(module.config, str(target), read_target_shape(str(target)), tokenizer, vocab, {})
     folder = tmp_path / "drafter"
     save_drafter(folder, {}, record)
@@ -58,7 +58,7 @@ def test_qwen_is_planned_from_its_configuration_alone(capsys, qwen_folder, name)
         for plan in sorted(written["plans"], key=lambda p: p["speedup"])
     }
     assert all(best[count, "balanced"] >= best[count, "uniform"] for count in STAGE_COUNTS)
-    assert best[8, "balanced"] > 1.3 * best[8, "uniform"]
+    assert best[8, "balanced"] > 1.08 * best[8, "uniform"]
     assert written["best"]["split"] == "balanced"
 
 
@@ -95,6 +95,7 @@ def test_defaults_follow_the_published_drafters(target, qwen_folder):
     assert large.best.drafter.size.draft_vocab_size == 50_000
     assert large.best.drafter.layout.anchors == (0, 8, 16, 24, 31)
     assert (large.planner.assumed.p, large.planner.options.schedule) == (0.8, "pre_step")
+    assert large.planner.times.bandwidth == 4000.0
 
 
 def test_a_drafter_is_planned_with_its_own_split_and_sizes(capsys, drafter, target):
@@ -130,6 +131,7 @@ def test_flags_stand_alone_or_take_a_value():
         (["--target", "TARGET", "--p", 1.5], "p=1.5"),
         (["--target", "TARGET", "--overhead_ms", -1], "overhead_ms=-1"),
         (["--target", "TARGET", "--bandwidth", 0], "bandwidth=0"),
+        (["--target", "TARGET", "--measure", "--bandwidth", 7], "bandwidth=7 is for estimates"),
         (["--target", "TARGET", "--length", 0], "length=0: at least one token"),
         (["--target", "TARGET", "--max_length", 0], "max_length=0"),
         (["--target", "TARGET", "--anchors", "[1,2]"], "the first anchor must be 0"),

@@ -1,9 +1,12 @@
 """The cycle's formula: worked cases, the published cycles, what is refused, memory by rank."""
 
+import random
+
 import pytest
 
 from spd_lightning.inference.planning.costs import DrafterCosts, TargetCosts
 from spd_lightning.inference.planning.model import EstimatedPieces, MeasuredPieces, memory_by_rank, predict
+from spd_lightning.inference.schedule import PipelineSchedule, Verdict
 from spd_lightning.modules.features import FeatureLayout
 from spd_lightning.modules.model_size import DrafterSize, read_target_size
 from spd_lightning.modules.tiny_target import tiny_config
@@ -17,10 +20,44 @@ def test_the_slowest_of_stages_head_and_drafter_makes_the_cycle():
     assert (prediction.slowest_stage, prediction.slack_ms, prediction.is_drafter_hidden) == (3, 0.5, True)
     assert prediction.cycle_ms == 5.0 + 0.5 + 0.25
     assert prediction.alpha == 1 / (1 + 0.5 * 2)
-    assert prediction.tokens_per_second == pytest.approx(1000 * 0.5 / 5.75)
+    # Half of the cycles refill: at fill 1 and 2 the drafter, with 4.5, is the slowest.
+    assert prediction.mean_cycle_ms == pytest.approx((5.0 + 4.5) / 2 + 0.5 + 0.25)
+    assert prediction.tokens_per_second == pytest.approx(1000 * 0.5 / 5.5)
     assert prediction.tokens_per_second_per_device == pytest.approx(prediction.tokens_per_second / 4)
     assert PIECES.ar_ms == 12.0
-    assert prediction.speedup == pytest.approx(0.5 * 12 / 5.75)
+    assert prediction.speedup == pytest.approx(0.5 * 12 / 5.5)
+
+
+@pytest.mark.parametrize("schedule", ["pre_step", "post_step"])
+@pytest.mark.parametrize("p", [0.0, 0.6, 0.9, 1.0])
+def test_tokens_per_second_are_those_of_a_simulated_decode(p, schedule):
+    """Cycle by cycle with the decoder's own schedule: as many stages run as tokens are in flight."""
+    pieces = MeasuredPieces(stage_ms=(2.0, 5.0, 3.0, 1.0), head_ms=7.0, drafter_ms=4.0)
+    prediction = predict(pieces, p, overhead_ms=0.5, schedule=schedule)
+    state, draws, milliseconds = PipelineSchedule(4, [0], 0), random.Random(0), 0.0
+    for _ in range(40_000):
+        plan = state.plan()
+        slowest = max((2.0, 5.0, 3.0, 8.0)[: plan.fill])
+        milliseconds += 0.5 + (max(slowest, 4.0) if schedule == "pre_step" else slowest + 4.0)
+        verdict = None
+        if plan.judged is not None:
+            verdict = Verdict(True, state.tokens[plan.judged]) if draws.random() < p else Verdict(False, 0)
+        state.advance(0, verdict)
+    num_committed = state.num_verified - 2
+    assert num_committed / state.num_cycles == pytest.approx(prediction.alpha, rel=0.02)
+    assert milliseconds / state.num_cycles == pytest.approx(prediction.mean_cycle_ms, rel=0.01)
+    assert 1000 * num_committed / milliseconds == pytest.approx(prediction.tokens_per_second, rel=0.02)
+
+
+def test_the_mean_cycle_is_that_of_the_full_pipeline_where_the_first_stage_or_the_drafter_is_the_slowest():
+    assert predict(MeasuredPieces((4.0, 4.0, 2.0), 1.0, 3.0), p=0.3).mean_cycle_ms == pytest.approx(4.0)
+    assert predict(MeasuredPieces((1.0, 2.0, 3.0), 1.0, 6.0), p=0.3).mean_cycle_ms == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("drafter_ms, full, always", [(3.0, True, True), (3.1, True, False), (5.1, False, False)])
+def test_a_drafter_can_hide_behind_the_full_pipeline_only(drafter_ms, full, always):
+    prediction = predict(MeasuredPieces((3.0, 4.0, 2.0), 3.0, drafter_ms), p=0.5)
+    assert (prediction.is_drafter_hidden, prediction.is_drafter_always_hidden) == (full, always)
 
 
 def test_stages_wait_for_a_drafter_that_takes_longer():
@@ -32,6 +69,7 @@ def test_stages_wait_for_a_drafter_that_takes_longer():
 def test_post_step_drafting_adds_to_the_slowest_stage_and_waits_for_one_more_message():
     prediction = predict(PIECES, p=0.5, overhead_ms=0.25, link_ms=0.5, schedule="post_step")
     assert prediction.cycle_ms == 5.0 + 4.5 + 2 * 0.5 + 0.25
+    assert prediction.mean_cycle_ms == pytest.approx((5.0 + 4.5 + 0.5 * (3.0 + 4.5 + 4.0 + 4.5)) / 2 + 1.25)
     assert not prediction.is_drafter_hidden
 
 
@@ -50,9 +88,10 @@ def test_the_budget_is_the_overhead_at_which_the_speedup_is_reached(speedup):
 
 
 def test_there_is_no_budget_for_a_speedup_that_free_overhead_does_not_reach():
-    assert predict(PIECES, p=0.9).speedup == pytest.approx(2.0)
-    assert predict(PIECES, p=0.9).overhead_budget_ms(2.0) == pytest.approx(0.0)
-    assert predict(PIECES, p=0.9).overhead_budget_ms(2.01) is None
+    prediction = predict(MeasuredPieces((3.0, 4.0, 2.0), 3.0, 5.0), p=0.9)  # 12 ms against 5 ms, alpha 1 / 1.2
+    assert prediction.speedup == pytest.approx(2.0)
+    assert prediction.overhead_budget_ms(1.99) == pytest.approx(0.025, abs=0.001)
+    assert prediction.overhead_budget_ms(2.01) is None
 
 
 @pytest.mark.parametrize("num_stages", [1, 4, 16])
@@ -74,7 +113,9 @@ PUBLISHED = [  # stages, drafter layers, what the constants give, what the publi
 def published_cycle_ms(num_stages: int, num_spec_layers: int, link_ms: float = 0.0) -> float:
     """Qwen3.5-4B on H20, eager: 28.4 ms for the target, 1.3 + 0.73 L_s ms for a draft, 1.2 ms of overhead."""
     pieces = MeasuredPieces((28.4 / num_stages,) * num_stages, head_ms=0.0, drafter_ms=1.3 + 0.73 * num_spec_layers)
-    return predict(pieces, p=0.8, overhead_ms=1.2, link_ms=link_ms).cycle_ms
+    prediction = predict(pieces, p=0.8, overhead_ms=1.2, link_ms=link_ms)
+    assert prediction.mean_cycle_ms == pytest.approx(prediction.cycle_ms)  # all stages are alike
+    return prediction.cycle_ms
 
 
 @pytest.mark.parametrize("num_stages, num_spec_layers, modelled, _implied", PUBLISHED)

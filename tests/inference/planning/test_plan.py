@@ -84,14 +84,16 @@ def test_the_head_of_qwen_takes_longer_than_a_whole_stage_of_eight(qwen_costs, n
     assert pieces.head_ms < min(pieces.stage_ms)
 
 
-@pytest.mark.parametrize("name, gain", [("4B", 1.4), ("9B", 1.45)])
+@pytest.mark.parametrize("name, gain", [("4B", 1.15), ("9B", 1.15)])
 def test_the_balanced_split_of_qwen_beats_the_uniform_one_at_eight_stages(qwen_costs, name, gain):
     planner = qwen_planner(qwen_costs(name))
     splits = planner.splits(8)
     assert splits == {"uniform": (4,) * 8, "balanced": (5, 5, 5, 4, 4, 4, 4, 1)}
-    uniform, balanced = (planner.plan(split, layers, 3).prediction for split, layers in splits.items())
+    uniform, balanced = (planner.plan(split, layers, 2).prediction for split, layers in splits.items())
     assert uniform.slowest_stage == balanced.slowest_stage == 8
-    assert balanced.speedup / uniform.speedup == pytest.approx(gain, abs=0.1)
+    assert uniform.cycle_ms > 1.35 * balanced.cycle_ms
+    # While the pipeline fills, the last stage with the head rests, so less is gained on average.
+    assert balanced.speedup / uniform.speedup == pytest.approx(gain, abs=0.05)
 
 
 def test_qwen_4b_in_figures(qwen_costs):
@@ -105,7 +107,9 @@ def test_qwen_4b_in_figures(qwen_costs):
     draft = 2 * ((1 + 1 + 2 + 2 + 3 + 3 + 4 + 5 + 5) * 2560**2 + 3 * layer + 50_000 * 2560) + 3 * 2 * 1024 * 1024 * 2
     assert prediction.pieces.drafter_ms == pytest.approx(draft / 2400e6, rel=1e-3)
     assert prediction.is_drafter_hidden
-    assert prediction.speedup == pytest.approx(3.562 / (1 + 0.2 * 7) / 0.721, rel=1e-3)
+    # Filling, the drafter is slower than five layers: 0.2 x 7 such cycles for each full one.
+    mean = (0.621 + 0.2 * 7 * draft / 2400e6) / 2.4 + 0.1
+    assert prediction.speedup == pytest.approx(3.562 / 2.4 / mean, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["4B", "9B"])

@@ -346,18 +346,19 @@ class LoggingStore(FakeStore):
         return super().get(key)
 
 
-def hang(store: FakeStore, errors: Path, timeout: float, waits: Sequence[float]) -> None:
-    """Waits so many seconds each, in a call that no signal of the transport ends."""
+def hang(store: FakeStore, errors: Path, timeout: float, waits: Sequence[float], busy: float = 0.0) -> None:
+    """Waits so many seconds each, in a call that no signal of the transport ends, and works on for a while."""
     sys.stderr = errors.open("w")
     liveness = Liveness(store, 0, NAMES, timeout, interval=0.05)
     for seconds in waits:
         with liveness.waiting("the exchange of cycle 8"):
             time.sleep(seconds)
+    time.sleep(busy)
     os._exit(0)
 
 
-def run_hanging(store: FakeStore, errors: Path, timeout: float, waits: Sequence[float]) -> tuple[int | None, str]:
-    process = multiprocessing.get_context("fork").Process(target=hang, args=(store, errors, timeout, waits))
+def run_hanging(store: FakeStore, errors: Path, *args: object) -> tuple[int | None, str]:
+    process = multiprocessing.get_context("fork").Process(target=hang, args=(store, errors, *args))
     process.start()
     process.join(PATIENCE)
     if process.is_alive():
@@ -391,8 +392,8 @@ def test_a_wait_that_never_ends_without_a_store_ends_too(tmp_path: Path) -> None
 
 
 def test_waits_that_end_leave_the_process_alone(tmp_path: Path) -> None:
-    """Together they are longer than the limit of one."""
+    """Together they are longer than the limit of one, and so is what the rank does afterwards."""
     store = FakeStore()
     store.live(1, is_waiting=False)
     store.live(2)
-    assert run_hanging(store, tmp_path / "errors", 1.5, [0.5] * 6) == (0, "")
+    assert run_hanging(store, tmp_path / "errors", 1.5, [0.5] * 5, 2.6) == (0, "")

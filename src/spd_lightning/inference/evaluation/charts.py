@@ -7,7 +7,7 @@ from html import escape
 
 WIDTH = 328
 """Narrowest width of a drawing, in pixels: it fits a phone, and letters are never scaled below their size."""
-LABELS, VALUES = 126, 44
+LABELS, VALUES = 130, 44
 """Room for labels on the left and for values on the right of the bars."""
 BAR, GAP, AXIS = 14, 8, 38
 """Heights: of a bar, between rows, and of the axis with its numbers and its name."""

@@ -36,8 +36,8 @@ _NEW_NAMESPACES = {
     "processes": 0x20000000,
     "network": 0x40000000,
 }
-_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
-_SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY, _ATTR_NOSUID = 442, -100, 0x8000, 0x1, 0x2
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
+_SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY = 442, -100, 0x8000, 0x1
 
 # Runs the program as a module that is not `__main__`, as HumanEval's own harness does, so that what answers put below
 # `if __name__ == "__main__"` stays out. The token is written only when the last line is done.
@@ -126,11 +126,11 @@ def _cover(disk_mb: int) -> None:
     options = f"size={disk_mb}m,nr_inodes=4096,mode=755".encode()
     for path in sorted({*_COVERED_DIRS, *closed}):
         if os.path.isdir(path) and not os.path.islink(path):  # one below another is gone by now
-            _kernel("mount", b"tmpfs", os.fsencode(path), b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
+            _kernel("mount", b"tmpfs", os.fsencode(path), b"tmpfs", 0, options)
     if not os.path.isdir(_PREFIX):
         os.makedirs(_PREFIX)
         _kernel("mount", b".", os.fsencode(_PREFIX), None, _MS_BIND | _MS_REC, None)
-    _set_mount_attributes("/", _AT_RECURSIVE, _MountAttributes(set=_ATTR_RDONLY | _ATTR_NOSUID))
+    _set_mount_attributes("/", _AT_RECURSIVE, _MountAttributes(set=_ATTR_RDONLY))
     _set_mount_attributes(WORKING_DIR, 0, _MountAttributes(clear=_ATTR_RDONLY))
     os.chdir(WORKING_DIR)
 

@@ -147,13 +147,12 @@ def _speed(groups: Sequence[GroupDict], clock: str) -> Table:
             *_run(group),
             number(group["num_prompts"], 0),
             number(group["num_committed"], 0),
-            number(group["decode_seconds"], 1),
             number(group["tokens_per_second"], 2),
             number(group["num_devices"], 0),
             number(group["tokens_per_second_per_device"], 2),
             *(number(ratios.get((baseline, key)), 2) for key in shown for baseline in baselines),
         ))  # fmt: skip
-    fixed = ("task", "method", "T", "prompts", "N", "seconds", "tokens/s", "devices", "per device")
+    fixed = ("task", "method", "T", "prompts", "N", "tokens/s", "devices", "per device")
     if baselines:
         note += " 'x' is the ratio of tokens/s to a baseline's over the prompts that both have."
     return Table(title, note, (*fixed, *columns), tuple(rows))

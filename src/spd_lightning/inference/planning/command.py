@@ -3,15 +3,18 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
 if TYPE_CHECKING:
+    from spd_lightning.inference.planning.plan import DrafterOptions
     from spd_lightning.inference.planning.report import PlanReport
     from spd_lightning.modules.drafter_config import DrafterConfig
     from spd_lightning.modules.model_size import TargetSize
 
+BANDWIDTH = 4000.0
+"""GB/s of the published machine, an H20."""
 STAGE_COUNTS = (2, 3, 4, 6, 8, 12, 16)
 """Numbers of stages that are considered when no number of devices is given."""
 SPEC_LAYERS = range(1, 9)
@@ -34,7 +37,7 @@ def add_plan_arguments(parser: ArgumentParser) -> None:
     )
     add("--devices", type=int | None, default=None, help="devices at most: one for each stage, one for the drafter")
     add("--p", type=float, default=0.8, help="acceptance that is assumed")
-    add("--bandwidth", type=float, default=4000.0, help="of a device's memory in GB/s, for estimates (H20: 4000)")
+    add("--bandwidth", type=float | None, default=None, help="of a device's memory in GB/s; absent: 4000 (an H20)")
     add("--overhead_ms", type=float, default=0.1, help="of a cycle, beside its pieces: launches, scheduling, verdict")
     add("--link_ms", type=float, default=0.0, help="for one message between two ranks")
     add("--length", type=int, default=1024, help="tokens of context at which the times are meant")
@@ -74,10 +77,13 @@ def make_report(given: Namespace) -> "PlanReport":
     from spd_lightning.inference.planning.plan import Assumptions, EstimatedTimes, Planner
     from spd_lightning.inference.planning.report import PlanReport
     from spd_lightning.modules.model_size import read_target_size
+    from spd_lightning.modules.partition import even_stage_layers
 
     for name in ("length", "max_length"):
         if given[name] < 1:
             raise ValueError(f"{name}={given[name]}: at least one token is needed")
+    if given.measure and given.bandwidth is not None:
+        raise ValueError(f"bandwidth={given.bandwidth:g} is for estimates: leave it or --measure out")
     drafter, name = read_drafter(given)
     size = read_target_size(name)
     if drafter is not None:
@@ -85,13 +91,15 @@ def make_report(given: Namespace) -> "PlanReport":
     target = TargetCosts(size, given.dtype, given.length)
     counts = stage_counts(given.devices, size.num_layers)
     options = drafter_options(given, drafter, size)
+    assumed = Assumptions(given.p, given.overhead_ms, given.link_ms, given.max_length)
+    options.costs(target, even_stage_layers(size.num_layers, 2), 1)  # bad anchors are refused before anything is timed
     if given.measure:
         from spd_lightning.inference.planning.measurement import MeasuredTimes
 
         times = MeasuredTimes(name, target, given.device)
     else:
-        times = EstimatedTimes(target, given.bandwidth)
-    planner = Planner(target, times, options, Assumptions(given.p, given.overhead_ms, given.link_ms, given.max_length))
+        times = EstimatedTimes(target, BANDWIDTH if given.bandwidth is None else given.bandwidth)
+    planner = Planner(target, times, options, assumed)
     own = None
     if drafter is not None:
         own = planner.plan("drafter's", tuple(drafter.stage_layers), drafter.num_spec_layers)
@@ -146,7 +154,7 @@ def stage_counts(devices: int | None, num_layers: int) -> Sequence[int]:
     return range(2, min(devices - 1, num_layers) + 1)
 
 
-def drafter_options(given: Namespace, drafter: "DrafterConfig | None", size: "TargetSize") -> Any:
+def drafter_options(given: Namespace, drafter: "DrafterConfig | None", size: "TargetSize") -> "DrafterOptions":
     """What the drafters that are considered have in common: what is given, else the drafter's, else defaults.
 
     Raises:

@@ -86,14 +86,24 @@ class CyclePrediction:
 
     @property
     def is_drafter_hidden(self) -> bool:
-        """Whether drafting costs no time: it is done at the same time as the stages, and first."""
+        """Whether drafting costs no time in a full cycle: it is done at the same time as the stages, and first."""
         return self.schedule == "pre_step" and self.slack_ms >= 0
 
     @property
-    def work_ms(self) -> float:
-        """The cycle without overhead and links."""
-        slowest, drafter = max(self.ranks_ms), self.pieces.drafter_ms
+    def is_drafter_always_hidden(self) -> bool:
+        """Whether that is so as well while the pipeline fills, when only the first stages run."""
+        return self.is_drafter_hidden and self.pieces.drafter_ms <= self.ranks_ms[0]
+
+    def work_ms(self, fill: int) -> float:
+        """A cycle with `fill` tokens in flight, in which as many stages run, without overhead and links."""
+        slowest, drafter = max(self.ranks_ms[:fill]), self.pieces.drafter_ms
         return max(slowest, drafter) if self.schedule == "pre_step" else slowest + drafter
+
+    @property
+    def mean_work_ms(self) -> float:
+        """Of all cycles: for each full one there are `1 - p` rejections, each with a cycle at every lower fill level."""
+        filling = sum(self.work_ms(fill) for fill in range(1, self.num_stages))
+        return self.alpha * (self.work_ms(self.num_stages) + (1 - self.p) * filling)
 
     @property
     def links_ms(self) -> float:
@@ -102,7 +112,13 @@ class CyclePrediction:
 
     @property
     def cycle_ms(self) -> float:
-        return self.work_ms + self.links_ms + self.overhead_ms
+        """A cycle of the full pipeline, `T`."""
+        return self.work_ms(self.num_stages) + self.links_ms + self.overhead_ms
+
+    @property
+    def mean_cycle_ms(self) -> float:
+        """A cycle on average: `T`, unless the first stage and the drafter are both faster than the slowest stage."""
+        return self.mean_work_ms + self.links_ms + self.overhead_ms
 
     @property
     def alpha(self) -> float:
@@ -111,7 +127,7 @@ class CyclePrediction:
 
     @property
     def tokens_per_second(self) -> float:
-        return 1000 * self.alpha / self.cycle_ms
+        return 1000 * self.alpha / self.mean_cycle_ms
 
     @property
     def tokens_per_second_per_device(self) -> float:
@@ -121,18 +137,18 @@ class CyclePrediction:
     @property
     def speedup(self) -> float:
         """Against plain decoding on one such device, which has none of the overhead and no links."""
-        return self.alpha * self.pieces.ar_ms / self.cycle_ms
+        return self.alpha * self.pieces.ar_ms / self.mean_cycle_ms
 
     def overhead_budget_ms(self, speedup: float) -> float | None:
         """The overhead, links included, that a cycle may have for this speedup; none if no overhead is low enough."""
-        budget = self.alpha * self.pieces.ar_ms / speedup - self.work_ms
+        budget = self.alpha * self.pieces.ar_ms / speedup - self.mean_work_ms
         return budget if budget >= 0 else None
 
 
 def predict(
     pieces: Pieces, p: float, overhead_ms: float = 0.0, link_ms: float = 0.0, schedule: Schedule = "pre_step"
 ) -> CyclePrediction:
-    """The prediction for measured or estimated pieces.
+    """The prediction for measured or estimated pieces; a draft is taken to last the same at every fill level.
 
     Args:
         pieces: `MeasuredPieces` or `EstimatedPieces`, one entry a stage.
@@ -144,13 +160,18 @@ def predict(
     Raises:
         ValueError: if a time is negative or `p` is no probability.
     """
+    check_assumptions(p, overhead_ms, link_ms)
+    assert pieces.stage_ms and pieces.ar_ms > 0
+    return CyclePrediction(pieces, p, overhead_ms, link_ms, schedule)
+
+
+def check_assumptions(p: float, overhead_ms: float, link_ms: float) -> None:
+    """Raises `ValueError` if a time is negative or `p` is no probability."""
     if not 0 <= p <= 1:
         raise ValueError(f"p={p}: acceptance is between 0 and 1")
     for name, value in (("overhead_ms", overhead_ms), ("link_ms", link_ms)):
-        if not value >= 0:
-            raise ValueError(f"{name}={value}: must be 0 or more")
-    assert pieces.stage_ms and pieces.ar_ms > 0
-    return CyclePrediction(pieces, p, overhead_ms, link_ms, schedule)
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"{name}={value}: a number of milliseconds, 0 or more, is needed")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from spd_lightning.inference.planning.model import (
     EstimatedPieces,
     MeasuredPieces,
     RankMemory,
+    check_assumptions,
     memory_by_rank,
     predict,
     stage_slices,
@@ -25,6 +26,11 @@ from spd_lightning.modules.partition import balanced_stage_layers, even_stage_la
 
 BANDWIDTH_SHARE = 0.6
 """Of the memory bandwidth, what forwards of one token reach (design §9)."""
+FIGURES = (
+    "slowest_stage", "slack_ms", "is_drafter_hidden", "is_drafter_always_hidden", "links_ms", "cycle_ms",
+    "mean_cycle_ms", "alpha", "tokens_per_second", "tokens_per_second_per_device", "speedup",
+)  # fmt: skip
+"""Of a prediction, what is written under its own name."""
 Anchors = tuple[int, ...] | Literal["auto", "quarters"]
 Split = Literal["uniform", "balanced", "drafter's"]
 
@@ -144,6 +150,9 @@ class Assumptions:
     link_ms: float
     max_length: int
 
+    def __post_init__(self) -> None:
+        check_assumptions(self.p, self.overhead_ms, self.link_ms)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -174,11 +183,6 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """All that is known of the plan; times in milliseconds."""
         prediction = self.prediction
-        names = (
-            "slowest_stage drafter_ms slack_ms is_drafter_hidden work_ms links_ms cycle_ms alpha tokens_per_second "
-            "tokens_per_second_per_device speedup"
-        )
-        figures = {name: getattr(prediction, name) for name in names.split() if name != "drafter_ms"}
         return {
             "num_stages": self.num_stages,
             "split": self.split,
@@ -188,7 +192,7 @@ class Plan:
             "schedule": prediction.schedule,
             "stage_ms": list(prediction.ranks_ms),
             "drafter_ms": prediction.pieces.drafter_ms,
-            **figures,
+            **{name: getattr(prediction, name) for name in FIGURES},
             "overhead_budget_ms": {
                 f"{speedup:g}": prediction.overhead_budget_ms(speedup) for speedup in BUDGET_SPEEDUPS
             },

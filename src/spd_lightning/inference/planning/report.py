@@ -10,11 +10,13 @@ from spd_lightning.inference.planning.costs import Cost
 from spd_lightning.inference.planning.model import BUDGET_SPEEDUPS
 from spd_lightning.inference.planning.plan import Plan, Planner, best_by_split, best_plan
 
-WIDTH = 116
-HEADER = (
-    "   n  split      layers x stages    L_s  slowest stage  draft  hidden   cycle  tokens/s  /device  speedup"
-    "  overhead for 2x, 2.5x, 3x"
-)
+WIDTH = 119
+COLUMNS = (
+    ("", -1), ("n", 2), ("split", -9), ("layers x stages", -16), ("L_s", 3), ("slowest stage", -15), ("draft", 6),
+    ("hidden", 6), ("cycle", 6), ("mean", 6), ("tokens/s", 8), ("/device", 7), ("speedup", 7),
+    *((f"for {speedup:g}x", 7) for speedup in BUDGET_SPEEDUPS),
+)  # fmt: skip
+"""Of the table: heading and width, negative where the entries stand at the left."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class PlanReport:
         rows = best_by_split(self.plans)
         if self.own is not None:
             rows.insert(0, self.own)
-        table = [HEADER, *(self._row(plan) for plan in rows)]
+        table = [_aligned([heading for heading, _ in COLUMNS]), *(_aligned(self._cells(plan)) for plan in rows)]
         prose = [*self._target_lines(), "", *table, "", *self._best_lines()]
         return "\n".join(line if line in table else _wrapped(line) for line in prose)
 
@@ -117,33 +119,35 @@ class PlanReport:
         ]
         return lines
 
-    def _row(self, plan: Plan) -> str:
+    def _cells(self, plan: Plan) -> list[str]:
         prediction = plan.prediction
         place = f"({prediction.slowest_stage}{'+head' if prediction.slowest_stage == plan.num_stages else ''})"
         budgets = (prediction.overhead_budget_ms(speedup) for speedup in BUDGET_SPEEDUPS)
-        cells = [
-            "*" if plan == self.best else " ",
-            f"{plan.num_stages:>2}",
-            f" {plan.split:<9}",
-            f" {_runs(plan.stage_layers):<17}",
-            f"{plan.num_spec_layers:>3}",
-            f"{max(prediction.ranks_ms):>6.3f} {place:<8}",
-            f"{prediction.pieces.drafter_ms:>6.3f}",
-            f"{'yes' if prediction.is_drafter_hidden else 'no':>7}",
-            f"{prediction.cycle_ms:>7.3f}",
-            f"{prediction.tokens_per_second:>9.1f}",
-            f"{prediction.tokens_per_second_per_device:>8.1f}",
-            f"{prediction.speedup:>7.2f}x",
-            *(f"{'-' if budget is None else f'{budget:.3f}':>8}" for budget in budgets),
+        return [
+            "*" if plan == self.best else "",
+            str(plan.num_stages),
+            plan.split,
+            _runs(plan.stage_layers),
+            str(plan.num_spec_layers),
+            f"{max(prediction.ranks_ms):.3f} {place}",
+            f"{prediction.pieces.drafter_ms:.3f}",
+            "always" if prediction.is_drafter_always_hidden else "full" if prediction.is_drafter_hidden else "no",
+            f"{prediction.cycle_ms:.3f}",
+            f"{prediction.mean_cycle_ms:.3f}",
+            f"{prediction.tokens_per_second:.1f}",
+            f"{prediction.tokens_per_second_per_device:.1f}",
+            f"{prediction.speedup:.2f}x",
+            *("-" if budget is None else f"{budget:.3f}" for budget in budgets),
         ]
-        return " ".join(cells).rstrip()
 
     def _best_lines(self) -> list[str]:
         best = self.best
         prediction = best.prediction
         lines = [
-            "Times in ms. slowest stage: its number stands behind it. hidden: the draft ends before that stage does. "
-            "overhead: what a cycle may have of it, links included, for such a speedup; -: none is low enough.",
+            "Times in ms. slowest stage: its number stands behind it. hidden: whether the draft ends before the stages "
+            "do, always or only when the pipeline is full. cycle: with a full pipeline; mean: with those that refill it "
+            "after rejections, in which the last stage rests. for 2x: the overhead, links included, that a cycle may "
+            "have for this speedup; -: none is low enough.",
             "Of each n and split the best drafter is shown: the fastest, and of equally fast ones the deepest. A deeper "
             "drafter accepts more, which one p for all does not show.",
             f"best (*): num_stages: {best.num_stages}, stage_layers: {list(best.stage_layers)}, num_spec_layers: "
@@ -157,6 +161,11 @@ class PlanReport:
             parts = f"{_size(rank.weight_bytes):>8} + {_size(rank.cache_bytes):>8}"
             lines.append(f"    {role:<8}  {parts} = {_size(rank.total_bytes):>8}")
         return lines
+
+
+def _aligned(cells: Sequence[str]) -> str:
+    pairs = zip(cells, (width for _, width in COLUMNS), strict=True)
+    return " ".join(cell.ljust(-width) if width < 0 else cell.rjust(width) for cell, width in pairs).rstrip()
 
 
 def _wrapped(line: str) -> str:

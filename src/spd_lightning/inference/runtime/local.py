@@ -129,6 +129,7 @@ class LocalRuntime:
         self.session = session
         self.num_tokens = num_tokens
         self.draft_token_ids = session.drafter.draft_token_ids
+        self.device = session.states.device
         self.timer: Timer = NO_TIMER
 
     def clock(self) -> float:

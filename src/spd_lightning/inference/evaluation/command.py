@@ -1,0 +1,240 @@
+"""`spd-infer eval`: drafters on benchmarks, beside baselines, as tables, a page and W&B. Knows arguments and files."""
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jsonargparse import ArgumentParser, Namespace
+from tqdm import tqdm
+
+from spd_lightning.inference.arguments import add_decoding_arguments, opened_decoder, run_on_ranks, sampling_params
+
+if TYPE_CHECKING:
+    from spd_lightning.inference.decoder import PipelineDecoder
+    from spd_lightning.inference.evaluation.journal import SampleJournal
+    from spd_lightning.inference.evaluation.sample import Sample
+    from spd_lightning.inference.evaluation.tasks import Question
+
+TASKS = ["mt_bench", "gsm8k", "humaneval"]
+SUMMARY_FILE, TABLE_FILE, REPORT_FILE = "summary.json", "summary.md", "report.html"
+NOT_LOSSLESS = 3
+"""Exit code of `--check_lossless` when a greedy answer is not plain decoding's."""
+
+
+def add_eval_arguments(parser: ArgumentParser) -> None:
+    """The arguments of `spd-infer eval`."""
+    add = parser.add_argument
+    add("--drafter", type=str, nargs="+", required=True, help="drafter folders, all for one target")
+    add("--out", type=Path, required=True, help="folder of the results; a run that was stopped goes on from it")
+    add("--tasks", type=str, nargs="+", default=TASKS, help=f"of {', '.join(TASKS)}")
+    add("--task_dir", type=Path | None, default=None, help="folder of the tasks' files; the hub when absent")
+    add("--questions", type=Path | None, default=None, help="JSON lines of your own questions instead of tasks")
+    add("--num_prompts", type=int, default=80, help="of each task, the first ones")
+    add("--turns", type=str, choices=["first", "all"], default="first", help="of questions that have several")
+    add("--methods", type=str, nargs="+", default=["ar", "spd"], help="of ar, generate (Transformers') and spd")
+    add("--check_lossless", type=bool, default=False, help="exit with 3 if a greedy answer is not plain decoding's")
+    add("--execute_code", type=bool, default=False, help="score HumanEval by running what the model wrote, confined")
+    add("--wandb_project", type=str | None, default=None, help="log tables and figures to this W&B project")
+    add_decoding_arguments(parser, several_temperatures=True)
+
+
+def run_eval(given: Namespace, args: Sequence[str]) -> None:
+    """Evaluates."""
+    from spd_lightning.inference.evaluation.tasks import load_questions
+
+    check_arguments(given)
+    questions = load_questions(given.tasks, given.task_dir, given.questions, given.num_prompts)
+    run_on_ranks(given, args, lambda: evaluate(given, args, questions))
+
+
+def check_arguments(given: Namespace) -> None:
+    """Raises `ValueError` for what cannot be evaluated."""
+    from spd_lightning.inference.evaluation.runner import METHODS
+
+    if unknown := [method for method in given.methods if method not in METHODS]:
+        raise ValueError(f"methods {unknown}: known are {', '.join(METHODS)}")
+    if given.check_lossless and not {"ar", "spd"} <= set(given.methods):
+        raise ValueError("check_lossless compares spd with ar: --methods needs both")
+    if "generate" in given.methods and given.runtime == "distributed":
+        raise ValueError("generate needs the whole target in one process: leave it out, or use --runtime local")
+    if given.num_prompts < 1:
+        raise ValueError(f"num_prompts={given.num_prompts}: at least one is needed")
+    labels = drafter_labels(given.drafter)
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"drafters {given.drafter} cannot be told apart by their folders' names: rename one")
+    for temperature in given.temperature:
+        sampling_params(given, temperature)
+
+
+def drafter_labels(folders: Sequence[str]) -> list[str]:
+    """A drafter's name in tables: its folder's, or of a folder `drafter` the run's around it."""
+    paths = [Path(folder).resolve() for folder in folders]
+    return [path.parent.name if path.name == "drafter" else path.name for path in paths]
+
+
+def evaluate(given: Namespace, args: Sequence[str], questions: Sequence["Question"]) -> None:
+    """Answers with every drafter and writes what came out; on ranks other than the lead, helps."""
+    from spd_lightning.inference.evaluation.journal import SampleJournal
+    from spd_lightning.inference.evaluation.runner import Evaluation
+
+    journal: SampleJournal | None = None
+    skipped: list[Mapping[str, str]] = []
+    for folder, label in zip(given.drafter, drafter_labels(given.drafter), strict=True):
+        with opened_decoder(given, folder) as decoder:
+            if not decoder.is_lead:
+                decoder.follow()
+                continue
+            journal = journal or SampleJournal(given.out, settings(given, decoder))
+            evaluation = Evaluation(
+                decoder,
+                make_methods(given, decoder, label),
+                sampling_params(given, 1.0),
+                given.temperature,
+                given.turns == "all",
+                journal,
+                make_score(given),
+            )
+            with tqdm(total=evaluation.count(questions), desc=label, unit="answer") as progress:
+                for sample in evaluation.run(questions):
+                    progress.update()
+                    progress.set_postfix_str(f"{sample.task} {sample.method} T={sample.temperature:g}")
+            skipped += [item for item in evaluation.skipped if item not in skipped]
+    if journal is not None:
+        report(given, args, journal, questions, skipped)
+
+
+def settings(given: Namespace, decoder: "PipelineDecoder") -> dict[str, Any]:
+    """What all answers of a folder have in common."""
+    names = ("max_new_tokens", "top_k", "top_p", "seed", "stop", "verify", "runtime", "dtype", "device", "max_length")
+    return {
+        "target": decoder.target_name,
+        **{name: given[name] for name in names},
+        "link": [given.link_us, given.link_gb_s, given.record_us] if given.runtime == "virtual" else None,
+    }
+
+
+def make_methods(given: Namespace, decoder: "PipelineDecoder", label: str) -> list[Any]:
+    """The ways to answer, plain decoding first: others are compared with it."""
+    from spd_lightning.inference.evaluation.baseline import generate_starter
+    from spd_lightning.inference.evaluation.runner import METHODS, Method
+
+    clock = "virtual" if given.runtime == "virtual" else "wall"
+    devices = decoder.runtime.num_devices
+    makers = {
+        "ar": lambda: Method("ar", None, decoder.start_autoregressive, devices if clock == "wall" else 1, clock),
+        "generate": lambda: Method("generate", None, generate_starter(decoder, given.dtype), 1, clock),
+        "spd": lambda: Method("spd", label, decoder.start, devices, clock),
+    }
+    return [makers[name]() for name in METHODS if name in given.methods]
+
+
+def make_score(given: Namespace) -> Any:
+    """Scores answers of GSM8K, and of HumanEval where code may be run."""
+    from spd_lightning.inference.evaluation.execution import require_confinement, run_program
+    from spd_lightning.inference.evaluation.scoring import humaneval_program, is_gsm8k_correct
+
+    if given.execute_code:
+        require_confinement()
+
+    def score(question: "Question", text: str) -> bool | None:
+        if question.task == "gsm8k" and question.reference is not None:
+            return is_gsm8k_correct(text, question.reference)
+        if question.test is not None and given.execute_code:
+            return run_program(humaneval_program(question, text)).passed
+        return None
+
+    return score
+
+
+def report(
+    given: Namespace,
+    args: Sequence[str],
+    journal: "SampleJournal",
+    questions: Sequence["Question"],
+    skipped: Sequence[Mapping[str, str]],
+) -> None:
+    """Writes summary, table and page, prints the table, logs to W&B, and applies the losslessness gate."""
+    from spd_lightning.inference.evaluation.report import render_report
+    from spd_lightning.inference.evaluation.summary import make_summary
+    from spd_lightning.inference.evaluation.tables import to_markdown
+
+    samples = journal.select((question.task, question.question_id) for question in questions)
+    summary = make_summary(
+        samples,
+        command=shlex.join(["spd-infer", *args]),
+        settings=json.loads((given.out / "settings.json").read_text(encoding="utf-8")),
+        machine=machine(),
+        versions={name: version(name) for name in ("spd-lightning", "torch", "transformers")},
+        skipped=list(skipped),
+    )
+    table = to_markdown(summary)
+    for name, content in (
+        (SUMMARY_FILE, json.dumps(summary, indent=1, ensure_ascii=False) + "\n"),
+        (TABLE_FILE, table),
+        (REPORT_FILE, render_report(summary, samples)),
+    ):
+        scratch = given.out / f".{name}.part"
+        scratch.write_text(content, encoding="utf-8")
+        os.replace(scratch, given.out / name)
+    print(table)
+    print(f"{given.out / REPORT_FILE} shows this as a page")
+    if given.wandb_project is not None:
+        log_to_wandb(given, summary)
+    if given.check_lossless:
+        check_lossless(samples)
+
+
+def check_lossless(samples: Sequence["Sample"]) -> None:
+    """Raises `SystemExit` with code 3 if a greedy answer of a pipeline is not that of plain decoding."""
+    greedy = [sample for sample in samples if sample.method == "spd" and sample.temperature == 0]
+    different = [sample for sample in greedy if sample.first_difference is not None]
+    if not different:
+        print(f"lossless: {len(greedy)} of {len(greedy)} greedy answers are those of plain decoding")
+        return
+    for sample in different:
+        first = sample.first_difference
+        assert first is not None
+        margin = "not recorded" if first["margin"] is None else f"{first['margin']:.3g}"
+        print(
+            f"{sample.task} {sample.question_id}: position {first['position']}: token {first['token']} instead of "
+            f"{first['ar_token']}; margin of the two best logits {margin}",
+            file=sys.stderr,
+        )
+    print(f"NOT lossless: {len(different)} of {len(greedy)} greedy answers differ", file=sys.stderr)
+    raise SystemExit(NOT_LOSSLESS)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": gpus,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def log_to_wandb(given: Namespace, summary: Mapping[str, Any]) -> None:
+    """Logs the tables, the figures as the run's summary, and the page."""
+    import wandb
+
+    from spd_lightning.inference.evaluation.tables import logged_figures, logged_tables
+
+    with wandb.init(project=given.wandb_project, job_type="eval", config=summary["settings"]) as run:
+        for name, (columns, rows) in logged_tables(summary["groups"]).items():
+            run.log({name: wandb.Table(columns=list[str | int](columns), data=rows)})  # pyright: ignore[reportArgumentType]
+        run.log({"report": wandb.Html(str(given.out / REPORT_FILE), inject=False)})
+        run.summary.update(logged_figures(summary["groups"]))
+        if run.offline:
+            print(f"wandb sync {run.dir.removesuffix('/files')}")
