@@ -6,18 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from spd_lightning.inference.cli import main
 from spd_lightning.inference.decoder import PipelineDecoder
 from spd_lightning.inference.sampling import SamplingParams
-from spd_lightning.modules.checkpoint import drafter_record, save_drafter
-from spd_lightning.modules.draft_vocab import DraftVocab
-from spd_lightning.modules.features import FeatureLayout
-from spd_lightning.modules.target import read_target_shape
-from spd_lightning.modules.tiny_target import save_tiny_target
-from spd_lightning.modules.tokenizer import load_tokenizer, tokenizer_record
-from tests.modules.conftest import make_drafter
+from tests.inference.folders import save_folders
 
 MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
 
@@ -25,19 +18,7 @@ MESSAGES = [{"role": "user", "content": "What is 2 + 2?"}]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A tiny Qwen3.5 target and a drafter for it."""
-    root = tmp_path_factory.mktemp("decoder")
-    target = str(save_tiny_target(root / "target", "qwen3_5", 8))
-    drafter = make_drafter(FeatureLayout.build(8, 4), torch.float32)
-    record = drafter_record(
-        drafter.config,
-        target_name=target,
-        target=read_target_shape(target),
-        tokenizer=tokenizer_record(load_tokenizer(target), [258]),
-        draft_vocab=DraftVocab(tuple(drafter.draft_token_ids.tolist())),
-        metrics={},
-    )
-    save_drafter(root / "drafter", drafter.state_dict(), record)
-    return str(root / "drafter"), target
+    return save_folders(tmp_path_factory.mktemp("decoder"))
 
 
 @pytest.fixture(scope="module")

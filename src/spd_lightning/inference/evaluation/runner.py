@@ -7,6 +7,7 @@ from hashlib import blake2b
 from spd_lightning.inference.answer import Run
 from spd_lightning.inference.decoder import PipelineDecoder
 from spd_lightning.inference.evaluation.journal import SampleJournal
+from spd_lightning.inference.evaluation.margin import top2_margin
 from spd_lightning.inference.evaluation.sample import Clock, FirstDifference, Sample, token_class
 from spd_lightning.inference.evaluation.tasks import Question
 from spd_lightning.inference.sampling import SamplingParams
@@ -75,9 +76,9 @@ class Evaluation:
                 try:
                     yield from self._answers(question, temperature)
                 except ValueError as error:
-                    self.skipped.append(
-                        {"task": question.task, "question_id": question.question_id, "error": str(error)}
-                    )
+                    item = {"task": question.task, "question_id": question.question_id, "error": str(error)}
+                    if item not in self.skipped:  # at another temperature, too
+                        self.skipped.append(item)
 
     def count(self, questions: Sequence[Question]) -> int:
         """How many answers `run` gives, those that are there already included."""
@@ -91,18 +92,19 @@ class Evaluation:
         histories: dict[Method, list[dict[str, str]]] = {method: [] for method in self.methods}
         for turn, text in enumerate(question.turns if self.all_turns else question.turns[:1]):
             plain: Sample | None = None
+            plainly_asked: list[dict[str, str]] = []
             for method in self.methods:
                 history = histories[method]
                 history.append({"role": "user", "content": text})
                 key = (question.task, question.question_id, turn, method.name, method.drafter, temperature)
                 sample = self.journal.samples.get(key)
                 if sample is None:
-                    comparable = plain if histories[self.methods[0]][:-1] == history[:-1] else None
+                    # A later turn has the method's own earlier answers in its prompt.
+                    comparable = plain if plainly_asked == history else None
                     sample = self.journal.add(self._answer(question, turn, method, history, params, comparable))
-                history.append({"role": "assistant", "content": sample.text})
                 if method.name == "ar":
-                    plain = sample
-                    histories[method] = history
+                    plain, plainly_asked = sample, list(history)
+                history.append({"role": "assistant", "content": sample.text})
                 yield sample
 
     def _answer(
@@ -123,7 +125,7 @@ class Evaluation:
         token_ids, start = tuple(run.token_ids), len(run.prompt)
         same_law = params.is_greedy or (params.verify == "coupled" and method.name != "generate")
         compared = plain is not None and method.name != "ar" and same_law
-        difference = self._difference(plain, token_ids, start) if compared and plain is not None else None
+        difference = self._difference(plain, token_ids, run.prompt, params) if compared and plain is not None else None
         return Sample(
             task=question.task,
             question_id=question.question_id,
@@ -154,13 +156,16 @@ class Evaluation:
             clock=method.clock,
         )
 
-    def _difference(self, plain: Sample, token_ids: tuple[int, ...], start: int) -> FirstDifference | None:
+    def _difference(
+        self, plain: Sample, token_ids: tuple[int, ...], prompt: tuple[int, ...], params: SamplingParams
+    ) -> FirstDifference | None:
         if plain.token_ids == token_ids:
             return None
         pairs = zip((*token_ids, -1), (*plain.token_ids, -1), strict=False)
         index = next(index for index, (ours, theirs) in enumerate(pairs) if ours != theirs)
         ours, theirs = ((*ids, -1)[index] for ids in (token_ids, plain.token_ids))
-        return FirstDifference(position=start + index, token=ours, ar_token=theirs, margin=None)
+        margin = top2_margin(self.decoder, prompt, index + 1) if params.is_greedy else None
+        return FirstDifference(position=len(prompt) + index, token=ours, ar_token=theirs, margin=margin)
 
     def _class(self, token_id: int) -> str:
         if token_id not in self._classes:
