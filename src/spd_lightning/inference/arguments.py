@@ -59,9 +59,14 @@ def sampling_params(given: Namespace, temperature: float | None = None) -> Any:
     """The sampling parameters that the arguments ask for, with a seed if they sample; at another temperature if given."""
     from spd_lightning.inference.sampling import SamplingParams
 
-    temperature = given.temperature if temperature is None else temperature
     params = SamplingParams(
-        given.max_new_tokens, temperature, given.top_k, given.top_p, given.seed, given.verify, tuple(given.stop)
+        given.max_new_tokens,
+        given.temperature if temperature is None else temperature,
+        given.top_k,
+        given.top_p,
+        given.seed,
+        given.verify,
+        tuple(given.stop),
     )
     return params if params.is_greedy else params.seeded()
 

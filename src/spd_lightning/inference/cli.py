@@ -9,6 +9,7 @@ from spd_lightning.inference.chat_command import add_chat_arguments, run_chat
 from spd_lightning.inference.evaluation.command import add_eval_arguments, run_eval
 from spd_lightning.inference.generate import add_generate_arguments, run_generate
 from spd_lightning.inference.planning.command import add_plan_arguments, run_plan
+from spd_lightning.inference.profile import add_profile_arguments, run_profile
 
 COMMANDS = {
     "generate": ("Answers one prompt; the text is the target's own.", add_generate_arguments, run_generate),
@@ -18,6 +19,7 @@ COMMANDS = {
         add_plan_arguments,
         lambda given, _: run_plan(given),
     ),
+    "profile": ("Where the time of a cycle goes, by fill level.", add_profile_arguments, run_profile),
     "chat": ("A conversation in the terminal; /help lists its commands.", add_chat_arguments, run_chat),
 }
 """Description, arguments and what to do, by name. Each is given its arguments and the whole command line."""

@@ -18,12 +18,18 @@ def add_generate_arguments(parser: ArgumentParser) -> None:
     """The arguments of `spd-infer generate`."""
     add = parser.add_argument
     add("--drafter", type=str, required=True, help="drafter folder, as `spd-train fit` writes it")
-    add("--prompt", type=str | None, default=None, help="text of one user turn")
-    add("--prompt_file", type=Path | None, default=None, help="file that holds the text of one user turn")
-    add("--messages", type=Path | None, default=None, help="JSON file: a list of {role, content}")
+    add_prompt_arguments(parser)
     add("--compare_ar", type=bool, default=False, help="decode plainly too, and say whether the tokens are the same")
     add("--json", type=bool, default=False, help="print one JSON object instead of text and summary")
     add_decoding_arguments(parser)
+
+
+def add_prompt_arguments(parser: ArgumentParser) -> None:
+    """Three ways to give one prompt."""
+    add = parser.add_argument
+    add("--prompt", type=str | None, default=None, help="text of one user turn")
+    add("--prompt_file", type=Path | None, default=None, help="file that holds the text of one user turn")
+    add("--messages", type=Path | None, default=None, help="JSON file: a list of {role, content}")
 
 
 def run_generate(given: Namespace, args: Sequence[str]) -> None:

@@ -1,16 +1,19 @@
 """Where the time of a cycle goes: named spans, by cycle and fill level. A timer and its twin that does nothing.
 
 Timing never changes which code runs: roles always open their spans, and what they are given decides whether a clock is
-read. Knows no tensors and no ranks.
+read. Knows no ranks.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from spd_lightning.inference.schedule import CyclePlan
+
+if TYPE_CHECKING:
+    import torch
 
 PDM, VERIFY, COMMUNICATION, SYNCHRONISATION = "pdm", "verify", "communication", "synchronisation"
 
@@ -62,7 +65,7 @@ class CycleTimer:
     """Keeps the times of every cycle.
 
     Args:
-        now: a clock in seconds. For a GPU it must wait for the device first (`device_clock`).
+        now: a clock in seconds. For a GPU it must wait for the device first (`device_seconds`).
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -92,3 +95,12 @@ class CycleTimer:
 
 
 NO_TIMER = NoTimer()
+
+
+def device_seconds(device: "torch.device") -> float:
+    """Seconds of the wall clock, once the device has done what it was told to do."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -52,6 +52,17 @@ def render_report(summary: Mapping[str, Any], samples: Sequence[Sample]) -> str:
         _run(summary),
         _section("Terms", _definitions(TERMS)),
     ]
+    return _page(title, body)
+
+
+def render_profile(profile: Mapping[str, Any]) -> str:
+    """The page of one cycle profile: `title`, `note` and `fills`, as in a summary's `profiles`."""
+    title = f"Cycle profile: {profile['title']}"
+    sections = _chart_sections({"groups": [], "profiles": [profile]})
+    return _page(title, [f"<header><h1>{escape(title)}</h1><p>{escape(profile['note'])}</p></header>", sections])
+
+
+def _page(title: str, body: Sequence[str]) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

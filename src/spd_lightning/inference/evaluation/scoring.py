@@ -32,6 +32,7 @@ _DEFINITIONS = (
     ast.Assign,
     ast.AnnAssign,
 )
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _INDENT = "    "
 
 
@@ -104,32 +105,32 @@ def _value(number: str) -> Decimal:
 
 def _starts(text: str) -> Iterator[str]:
     """`text` from each line on at which code may begin: its first, one after an empty line, one with a keyword."""
-    lines = text.splitlines(keepends=True)
+    lines = text.split("\n")
     for index, line in enumerate(lines):
         after_gap = index == 0 or not lines[index - 1].strip()
         if line.strip() and (after_gap or re.match(r"(async |def |class |import |from |@)", line)):
-            yield "".join(lines[index:])
+            yield "\n".join(lines[index:])
 
 
 def _answer(prompt: str, source: str, entry_point: str) -> str | None:
     """The code at the beginning of `source` that makes `prompt` a whole function, indented as that needs."""
     dedented = textwrap.dedent(source)
-    if found := _longest_code(prompt, dedented, entry_point):
-        return found
+    if code := _longest_code(prompt, dedented, entry_point):
+        return code
     shapes = (source, _INDENT + source.lstrip(), textwrap.indent(dedented, _INDENT))
-    found = [_longest_code(prompt, shape, entry_point) for shape in shapes]
-    return max(filter(None, found), key=lambda code: code.count("\n"), default=None)
+    codes = [_longest_code(prompt, shape, entry_point) for shape in shapes]
+    return max(filter(None, codes), key=lambda code: code.count("\n"), default=None)
 
 
 def _longest_code(prompt: str, source: str, entry_point: str) -> str | None:
     """The most lines of `source` that compile behind `prompt`, if the entry point returns something then."""
-    lines = source.splitlines(keepends=True)
+    lines = source.split("\n")
     num_prompt_lines = prompt.count("\n")
     while lines:
-        code = "".join(lines)
+        code = "\n".join(lines)
         tree = _parsed(prompt + code)
         if isinstance(tree, ast.Module):
-            return code if _returns(tree, entry_point) else None
+            return code if _completes(tree, entry_point) else None
         # No shorter piece that still holds the faulty line would compile.
         del lines[max(0, min(len(lines) - 1, tree - num_prompt_lines - 1)) :]
     return None
@@ -139,28 +140,36 @@ def _parsed(program: str) -> ast.Module | int:
     """Its syntax tree, or the number of the line that keeps it from compiling."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            compile(
-                program, "program.py", "exec", dont_inherit=True
-            )  # finds more than the parser, such as a stray `return`
-            return ast.parse(program)
+            tree = ast.parse(program)
+            compile(tree, "program.py", "exec", dont_inherit=True)  # finds more, such as a stray `return`
+            return tree
     except SyntaxError as error:
         return error.lineno or 0
     except (ValueError, RecursionError, MemoryError):  # characters that are no source; nested too deeply
         return 0
 
 
-def _returns(tree: ast.Module, entry_point: str) -> bool:
+def _completes(tree: ast.Module, entry_point: str) -> bool:
+    """Whether the entry point, as the last definition leaves it, has a body of its own."""
     for node in reversed(tree.body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == entry_point:
-            return any(isinstance(inner, ast.Return | ast.Yield) for inner in ast.walk(node))
+            return _returns(node)
         if isinstance(node, ast.Assign) and entry_point in map(ast.unparse, node.targets):
             return True
     return False
 
 
+def _returns(node: ast.AST) -> bool:
+    """Whether there is a `return` below `node`, but not in a function within it."""
+    return any(
+        isinstance(child, ast.Return | ast.Yield) or (not isinstance(child, _SCOPES) and _returns(child))
+        for child in ast.iter_child_nodes(node)
+    )
+
+
 def _defined(code: str, entry_point: str) -> bool:
     tree = _parsed(code)
-    return isinstance(tree, ast.Module) and _returns(tree, entry_point)
+    return isinstance(tree, ast.Module) and _completes(tree, entry_point)
 
 
 def _holds_definitions(code: str, entry_point: str) -> bool:
@@ -168,5 +177,5 @@ def _holds_definitions(code: str, entry_point: str) -> bool:
     return (
         isinstance(tree, ast.Module)
         and all(isinstance(node, _DEFINITIONS) for node in tree.body)
-        and not _returns(tree, entry_point)
+        and not _completes(tree, entry_point)
     )

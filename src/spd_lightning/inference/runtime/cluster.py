@@ -3,9 +3,11 @@
 Knows which weights a rank needs; knows neither text nor how messages travel.
 """
 
+import json
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import torch
 
@@ -24,6 +26,7 @@ from spd_lightning.inference.stage import Stage
 from spd_lightning.inference.stage_loading import load_embedding
 from spd_lightning.inference.stats import DecodeStats
 from spd_lightning.inference.stopping import StopCondition
+from spd_lightning.inference.timing import CycleTimer, CycleTimes, device_seconds
 from spd_lightning.inference.verify import make_verifier
 from spd_lightning.modules.drafter import PipelineDraftModule
 from spd_lightning.modules.target import TargetDtype
@@ -110,6 +113,17 @@ class DistributedRuntime:
             runtime.meet("loaded")
         return runtime
 
+    def start_timing(self) -> CycleTimer:
+        """A timer of all this rank's cycles from now on."""
+        self.transport.timer = timer = CycleTimer(lambda: device_seconds(self.transport.device))
+        return timer
+
+    def times_of_ranks(self, mine: CycleTimer) -> list[Sequence[CycleTimes]]:
+        """On the lead: closes, and returns every rank's times of the lead's cycles; the others were timed as well."""
+        self.close()
+        others = [json.loads(self.store.get(f"times/{rank}")) for rank in self.others]
+        return [mine.cycles, *([CycleTimes(**times) for times in rank[-len(mine.cycles) :]] for rank in others)]
+
     def clock(self) -> float:
         """Seconds, by which decodes are measured."""
         return time.perf_counter()
@@ -170,6 +184,9 @@ class DistributedRuntime:
 
     def _part(self) -> None:
         self.is_open = False
+        timer = self.transport.timer
+        if isinstance(timer, CycleTimer):
+            self.store.set(f"times/{self.transport.rank}", json.dumps([asdict(times) for times in timer.cycles]))
         self.store.set(f"parted/{self.transport.rank}", "")
         self.liveness.stop()
         leave()

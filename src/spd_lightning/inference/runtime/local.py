@@ -14,7 +14,16 @@ from spd_lightning.inference.schedule import CyclePlan, PipelineSchedule, Rollba
 from spd_lightning.inference.stage import Stage
 from spd_lightning.inference.stats import DecodeStats
 from spd_lightning.inference.stopping import StopCondition
-from spd_lightning.inference.timing import NO_TIMER, PDM, VERIFY, Timer, stage_span
+from spd_lightning.inference.timing import (
+    NO_TIMER,
+    PDM,
+    VERIFY,
+    CycleTimer,
+    CycleTimes,
+    Timer,
+    device_seconds,
+    stage_span,
+)
 from spd_lightning.inference.verify import DraftProposal, Proposer, Verifier, make_proposer, make_verifier
 from spd_lightning.modules.drafter import PipelineDraftModule
 from spd_lightning.modules.target import TargetDtype
@@ -131,6 +140,15 @@ class LocalRuntime:
         self.draft_token_ids = session.drafter.draft_token_ids
         self.device = session.states.device
         self.timer: Timer = NO_TIMER
+
+    def start_timing(self) -> CycleTimer:
+        """A timer of all cycles from now on."""
+        self.timer = CycleTimer(lambda: device_seconds(self.device))
+        return self.timer
+
+    def times_of_ranks(self, mine: CycleTimer) -> list[Sequence[CycleTimes]]:
+        """Each rank's times of the same cycles; this process is one."""
+        return [mine.cycles]
 
     def clock(self) -> float:
         """Seconds, by which decodes are measured."""

@@ -54,7 +54,7 @@ class MessageSizes:
 
 
 class VirtualClock(CycleTimer):
-    """Times of cycles, and how long they would have taken with a device per rank.
+    """Times of the parts of cycles, and how long the cycles would have taken with a device per rank.
 
     Args:
         num_stages: `n`.
@@ -76,7 +76,9 @@ class VirtualClock(CycleTimer):
     def cycle(self, plan: CyclePlan) -> Iterator[None]:
         with super().cycle(plan):
             yield
-        self.seconds += self.cycle_seconds(self.cycles[-1])
+        times = self.cycles[-1]
+        times.seconds = self.cycle_seconds(times)
+        self.seconds += times.seconds
 
     def cycle_seconds(self, times: CycleTimes) -> float:
         """From the exchange of records to the next one: all ranks begin together and end with the last of them.
@@ -114,6 +116,11 @@ class VirtualRuntime(LocalRuntime):
         )
         self.timer = self.virtual = VirtualClock(layout.num_stages, layout.drafts_first, sizes, link)
         self.num_devices = layout.num_stages + 1
+
+    def start_timing(self) -> CycleTimer:
+        """The clock, whose cycles so far are forgotten."""
+        self.virtual.cycles.clear()
+        return self.virtual
 
     def clock(self) -> float:
         """Seconds of all cycles so far, as if every rank had a device of its own."""
