@@ -154,11 +154,13 @@ def test_data_and_inference_never_meet_and_modules_know_neither() -> None:
 
 
 def test_inference_knows_no_training() -> None:
+    """Benchmark questions may come from the hub: one function of one file imports `datasets` when it is asked to."""
     wanted = [
         str(entry)
         for entry in ALL_IMPORTS
         if entry.file.startswith("inference/")
         and any(entry.is_of(name) for name in ("lightning", "datasets", "spd_lightning.modules.lit_module"))
+        and not (entry.file == "inference/evaluation/tasks.py" and entry.is_of("datasets"))
     ]
     assert wanted == []
 

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from spd_lightning.inference.decoder import PipelineDecoder
 
 CLI_MODULE = "spd_lightning.inference.cli"
+SECONDS_FOR_OTHERS = 5.0
+"""How long a rank that fails itself has to say so and end, before those do that only heard of it."""
 
 
 def add_decoding_arguments(parser: ArgumentParser, several_temperatures: bool = False) -> None:
@@ -88,8 +91,8 @@ def run_on_ranks(given: Namespace, args: Sequence[str], work: Callable[[], None]
         work()
         return
 
-    from spd_lightning.inference.decoder import check_target
-    from spd_lightning.inference.runtime.distributed import launch
+    from spd_lightning.inference.decoder import check_schedule, check_target
+    from spd_lightning.inference.runtime.distributed import launch, present_lead
     from spd_lightning.inference.runtime.environment import rank_environment
     from spd_lightning.inference.runtime.liveness import RankFailure
     from spd_lightning.modules.checkpoint import load_drafter
@@ -98,16 +101,21 @@ def run_on_ranks(given: Namespace, args: Sequence[str], work: Callable[[], None]
     try:
         if environment is None:
             drafter = load_drafter(given.drafter if isinstance(given.drafter, str) else given.drafter[0])
+            check_schedule(drafter, given.schedule)
             check_target(drafter, given.target)
             if code := launch(drafter.module.config.num_stages + 1, CLI_MODULE, args):
                 raise SystemExit(code)
-        else:  # Ctrl-C reaches every process of a terminal; the lead tells the others
-            signal.signal(signal.SIGINT, signal.default_int_handler if environment.rank == 0 else signal.SIG_IGN)
+        else:  # the lead hears of Ctrl-C, and tells the others
+            if environment.rank == 0:
+                present_lead()
+            else:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
             work()
     except RankFailure as failure:
-        # The lead speaks for all, unless it is the lead that has failed.
-        if environment is None or environment.rank == 0 or failure.rank in (0, None):
-            print(f"spd-infer: error: {failure}", file=sys.stderr, flush=True)
+        if failure.is_told:  # by the rank itself, which is to end first: its exit code is then the launcher's
+            time.sleep(SECONDS_FOR_OTHERS)
+        elif environment is None or environment.rank == 0 or failure.rank in (0, None):
+            print(f"spd-infer: error: {failure}", file=sys.stderr, flush=True)  # the lead speaks for all, if it can
         raise SystemExit(1) from None
 
 

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from spd_lightning.inference.evaluation.report import MAX_DIFFERENCES, render_report
+from spd_lightning.inference.evaluation.report import MAX_DIFFERENCES, render_profile, render_report
 from spd_lightning.inference.evaluation.summary import make_summary
 from spd_lightning.inference.evaluation.tables import make_tables
 from tests.inference.evaluation.synthetic import drafted, evaluation, sample
@@ -265,6 +265,15 @@ def test_a_summary_without_extras_has_a_page() -> None:
         assert page.all("h1")[0].text == (
             "Evaluation of n4" if samples and samples[0].drafter else "Evaluation of baselines"
         )
+
+
+def test_a_profile_has_a_page_of_its_own(made) -> None:
+    profile = made[0]["profiles"][0]
+    page = Page(render_profile(profile)).root
+    assert page.all("h1")[0].text == "Cycle profile: smollm2-n6-exact" and profile["note"] in page.all("header")[0].text
+    assert [figure.all("figcaption")[0].text for figure in page.all("figure")] == [
+        "Parts of a cycle at fill 6: smollm2-n6-exact", "PDM and slowest stage: smollm2-n6-exact"
+    ]  # fmt: skip
 
 
 def test_the_page_depends_on_nothing_but_its_arguments(made) -> None:

@@ -76,6 +76,15 @@ def test_one_task_has_no_totals_and_baselines_come_first() -> None:
     assert [group["task"] for group in shown_groups(more)].count("overall") == 3
 
 
+def test_shares_are_parts_of_what_was_compared_or_scored() -> None:
+    samples = [
+        drafted([True], question_id=str(number), identical_to_ar=number > 0, is_correct=number == 0)
+        for number in range(3)
+    ]
+    answers = cells(tables_of(*samples)["Answers"])
+    assert (answers["identical to AR"], answers["correct"]) == ("2/3 (66.7%)", "1/3 (33.3%)")
+
+
 def test_tables_without_rows_are_left_out() -> None:
     assert list(tables_of(sample())) == [MEASURED]
     assert make_tables([]) == []

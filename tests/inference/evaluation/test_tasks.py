@@ -6,7 +6,6 @@ from typing import Any
 import datasets
 import pytest
 
-from spd_lightning.inference.evaluation import tasks as tasks_module
 from spd_lightning.inference.evaluation.tasks import TASKS, Question, load_questions
 
 PROMPT = '\n\ndef count(items):\n    """How many."""\n'
@@ -151,13 +150,11 @@ def test_what_cannot_be_asked_is_refused(task_dir: Path, tasks: list[str], num_p
         load_questions(tasks, task_dir, None, num_prompts)
 
 
-def test_missing_files_are_named(tmp_path: Path) -> None:
-    for task in TASKS:
-        with pytest.raises(ValueError, match=rf"no file {tmp_path}/{task}/question.jsonl: questions are JSON lines"):
-            load_questions([task], tmp_path, None, 1)
-    write(tmp_path / "humaneval" / "question.jsonl", gsm8k(0))
-    with pytest.raises(ValueError, match=rf"no file {tmp_path}/humaneval/HumanEval.jsonl"):
-        load_questions(["humaneval"], tmp_path, None, 1)
+@pytest.mark.parametrize("file", ["mt_bench/question.jsonl", "humaneval/question.jsonl", "humaneval/HumanEval.jsonl"])
+def test_a_missing_file_is_named(task_dir: Path, file: str) -> None:
+    (task_dir / file).unlink()
+    with pytest.raises(ValueError, match=rf"there is no file {task_dir}/{file}, which should hold JSON lines"):
+        load_questions([file.split("/")[0]], task_dir, None, 1)
 
 
 def test_a_file_named_like_a_task_is_refused(tmp_path: Path) -> None:
@@ -213,7 +210,7 @@ def test_rows_of_the_hub_give_the_same_form(monkeypatch: pytest.MonkeyPatch) -> 
 def test_rows_of_the_hub_without_a_key_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [HUB_ROWS["openai/openai_humaneval"][0] | {"test": None}]
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
-    with pytest.raises(ValueError, match="^openai/openai_humaneval row 1: 'test' is None, but must be a text"):
+    with pytest.raises(ValueError, match=r"^openai/openai_humaneval row 1: 'test' is None, but must be a text"):
         load_questions(["humaneval"], None, None, 1)
 
 
@@ -239,7 +236,3 @@ def test_the_measuring_data_is_read_whole(shared_dir: Path) -> None:
     for question in found[160:]:
         assert question.original is not None and question.original.strip() in question.turns[0]
         assert question.test is not None and "def check(candidate)" in question.test
-
-
-def test_questions_need_no_datasets_library_but_for_the_hub() -> None:
-    assert "datasets" not in vars(tasks_module)

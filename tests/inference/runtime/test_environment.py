@@ -31,24 +31,24 @@ SLURM = {
 
 def test_torchrun_says_it_and_its_address_is_in_the_environment() -> None:
     variables = {"RANK": "3", "WORLD_SIZE": "9", "LOCAL_RANK": "1"}
-    assert rank_environment(variables) == RankEnvironment(3, 9, 1, "env://")
+    assert rank_environment(variables) == RankEnvironment(3, 9, 1, "env://", 0)
     del variables["LOCAL_RANK"]
-    assert rank_environment(variables) == RankEnvironment(3, 9, 3, "env://")
+    assert rank_environment(variables) == RankEnvironment(3, 9, 3, "env://", 0)
 
 
 def test_torchrun_under_slurm_is_torchrun() -> None:
-    assert rank_environment(SLURM | {"RANK": "0", "WORLD_SIZE": "3"}) == RankEnvironment(0, 3, 0, "env://")
+    assert rank_environment(SLURM | {"RANK": "0", "WORLD_SIZE": "3"}) == RankEnvironment(0, 3, 0, "env://", 0)
 
 
 def test_slurm_says_it_and_the_first_node_is_the_address() -> None:
-    assert rank_environment(SLURM) == RankEnvironment(5, 9, 1, "tcp://gpu003:24567")
+    assert rank_environment(SLURM) == RankEnvironment(5, 9, 1, "tcp://gpu003:24567", 0)
 
 
 def test_the_nodes_of_the_step_go_before_those_of_the_job() -> None:
     step = {"SLURM_STEP_NODELIST": "gpu[004-005]"}
-    assert rank_environment(SLURM | step) == RankEnvironment(5, 9, 1, "tcp://gpu004:24567")
+    assert rank_environment(SLURM | step) == RankEnvironment(5, 9, 1, "tcp://gpu004:24567", 0)
     del (rest := dict(SLURM))["SLURM_JOB_NODELIST"]
-    assert rank_environment(rest | step) == RankEnvironment(5, 9, 1, "tcp://gpu004:24567")
+    assert rank_environment(rest | step) == RankEnvironment(5, 9, 1, "tcp://gpu004:24567", 0)
 
 
 def test_an_address_that_is_set_goes_before_what_slurm_says() -> None:

@@ -71,8 +71,8 @@ def ticks(maximum: float) -> list[float]:
     """Round numbers from 0 on, at most six; the last one is not below the maximum."""
     rough = maximum / 5
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(step for factor in (1, 2, 5, 10) if (step := factor * power) >= rough * (1 - 1e-9))
-    return [index * step for index in range(math.ceil(maximum / step - 1e-9) + 1)]
+    step = next(step for factor in (1, 2, 5, 10) if (step := factor * power) >= rough)
+    return [index * step for index in range(math.ceil(maximum / step) + 1)]
 
 
 def draw(chart: BarChart, name: str) -> str:

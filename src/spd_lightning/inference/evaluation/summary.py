@@ -152,7 +152,7 @@ def _group(task: str, samples: Sequence[Sample], baselines: Iterable[Sequence[Sa
             run = f"{method} {drafter or ''} at T={temperature:g}"
             raise ValueError(f"{run} has answers with {name}={value} and {values}: give each run its own folder")
     stats = DecodeStats.pooled(sample.stats for sample in samples)
-    num_stages, s0 = shared["num_stages"], None if drafter is None else stats.speedup
+    num_stages, s0 = shared["num_stages"], stats.speedup
     costs = [shared[name] for name in ("num_layers", "num_spec_layers", "schedule", "num_stages", "draft_length")]
     by_fill = stats.acceptance_by_fill()
     seconds = sum(sample.decode_seconds for sample in samples)

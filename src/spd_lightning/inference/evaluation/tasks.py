@@ -179,7 +179,7 @@ def _hub_rows(task: str, num_rows: int) -> Iterator[tuple[str, dict[str, Any]]]:
 def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The objects of a file of JSON lines, each with its place."""
     if not path.is_file():
-        raise ValueError(f"no file {path}: questions are JSON lines with question_id, category and turns")
+        raise ValueError(f"there is no file {path}, which should hold JSON lines")
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             place = f"{path} line {number}"

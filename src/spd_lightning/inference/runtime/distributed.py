@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -25,6 +27,9 @@ from spd_lightning.inference.runtime.environment import RankEnvironment, rank_na
 from spd_lightning.inference.runtime.liveness import Liveness, RankFailure, Store, first_line
 from spd_lightning.inference.runtime.wire import NUM_FIELDS, CycleRecord
 from spd_lightning.inference.timing import COMMUNICATION, NO_TIMER, SYNCHRONISATION, Timer
+
+LEAD_FILE = "SPD_LEAD_FILE"
+"""Variable that names the file in which the lead says which process it is."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ def join(
         found, _, _ = next(iter(rendezvous(environment.init_method, rank, world_size, timeout=limit)))
         store = PrefixStore("spd", found)
         names = [rank_name(number, num_stages) for number in range(world_size)]
-        liveness = Liveness(store, rank, names, timeout, interval=min(1.0, timeout / 20))
+        liveness = Liveness(store, rank, names, timeout, min(1.0, timeout / 20), environment.store_host)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("group", found),
@@ -154,8 +159,8 @@ def leave() -> None:
 def launch(num_ranks: int, module: str, args: Sequence[str]) -> int:
     """Runs `python -m module args` as so many ranks on this machine, by torch's own launcher.
 
-    Ranks that do not fail by themselves are ended when one does. Ctrl-C is the lead's to answer: this process, which
-    only waits, ignores it, and so do its children until they decide otherwise.
+    Ranks that do not fail by themselves are ended when one does. Ctrl-C reaches this process only, since the launcher
+    puts each rank into a session of its own; it is handed to the lead as soon as there is one (`present_lead`).
 
     Returns:
         The exit code: 0, that of the first rank that failed, or 128 and the number of the signal that ended this process.
@@ -163,9 +168,7 @@ def launch(num_ranks: int, module: str, args: Sequence[str]) -> int:
     Raises:
         RankFailure: if a rank was ended by a signal.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import LaunchConfig
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
@@ -181,13 +184,38 @@ def launch(num_ranks: int, module: str, args: Sequence[str]) -> int:
         max_restarts=0,
         signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
     )
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with TemporaryDirectory() as folder:
+        lead = Path(folder) / "lead"
+        os.environ[LEAD_FILE] = str(lead)
+
+        def forward(*_: object) -> None:
+            if not lead.exists():
+                raise KeyboardInterrupt
+            os.kill(int(lead.read_text()), signal.SIGINT)
+
+        signal.signal(signal.SIGINT, forward)
+        return _run_launcher(config, module, args)
+
+
+def present_lead() -> None:
+    """On the lead: tells the process that launched it where to send Ctrl-C, if one did."""
+    if path := os.environ.get(LEAD_FILE):
+        scratch = Path(path).with_suffix(".part")
+        scratch.write_text(str(os.getpid()))
+        scratch.rename(path)
+
+
+def _run_launcher(config: Any, module: str, args: Sequence[str]) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
     try:
         elastic_launch(config, sys.executable)("-u", "-m", module, *args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
-            name = rank_name(rank, num_ranks - 1)
+            name = rank_name(rank, config.nproc_per_node - 1)
             raise RankFailure(f"{name} was ended by {failure.signal_name()}", rank) from None
         return failure.exitcode
     except SignalException as error:

@@ -15,12 +15,14 @@ class RankEnvironment:
         world_size: number of ranks.
         local_rank: number of this rank on its node; which GPU it takes.
         init_method: URL by which the ranks find each other.
+        store_host: rank that holds the store; none if that is a process of its own, as torchrun's agent, or a file.
     """
 
     rank: int
     world_size: int
     local_rank: int
     init_method: str = "env://"
+    store_host: int | None = None
 
 
 def rank_environment(variables: Mapping[str, str] = os.environ) -> RankEnvironment | None:
@@ -34,7 +36,8 @@ def rank_environment(variables: Mapping[str, str] = os.environ) -> RankEnvironme
     if "RANK" in variables and "WORLD_SIZE" in variables:
         rank, world_size = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
         local_rank = _number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else rank
-        return RankEnvironment(rank, world_size, local_rank)
+        has_agent = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return RankEnvironment(rank, world_size, local_rank, store_host=None if has_agent else 0)
     if "SLURM_PROCID" in variables and "SLURM_NTASKS" in variables:
         rank, world_size = _number(variables, "SLURM_PROCID"), _number(variables, "SLURM_NTASKS")
         if "MASTER_ADDR" in variables:
@@ -43,8 +46,7 @@ def rank_environment(variables: Mapping[str, str] = os.environ) -> RankEnvironme
             host = first_host(variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", ""))
         # Above the ports of system services and below those that Linux hands out by itself.
         port = variables.get("MASTER_PORT") or str(20000 + _number(variables, "SLURM_JOB_ID") % 10000)
-        url = f"tcp://{host}:{port}?rank={rank}&world_size={world_size}"
-        return RankEnvironment(rank, world_size, _number(variables, "SLURM_LOCALID"), url)
+        return RankEnvironment(rank, world_size, _number(variables, "SLURM_LOCALID"), f"tcp://{host}:{port}", 0)
     return None
 
 
@@ -54,11 +56,10 @@ def first_host(nodelist: str) -> str:
     Raises:
         ValueError: if the list is empty.
     """
-    found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodelist)
+    found = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
     if found is None:
         raise ValueError(f"SLURM names no nodes (SLURM_JOB_NODELIST={nodelist!r}): set MASTER_ADDR")
-    prefix, number, suffix = found.groups(default="")
-    return prefix + number + suffix
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[0])
 
 
 def _number(variables: Mapping[str, str], name: str) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
-CULPRIT = "culprit"
+CULPRIT, FAILED = "culprit", "failed: "
 HANGS_AFTER = 1.5
 """Time-outs after which a wait will never end by itself: a transport that raises does so after one."""
 
@@ -36,11 +36,13 @@ class RankFailure(RuntimeError):
 
     Attributes:
         rank: the one to blame; none if it could not be found out.
+        is_told: whether that rank has told of its failure itself.
     """
 
-    def __init__(self, message: str, rank: int | None) -> None:
+    def __init__(self, message: str, rank: int | None, is_told: bool = False) -> None:
         super().__init__(message)
         self.rank = rank
+        self.is_told = is_told
 
 
 class Liveness:
@@ -55,21 +57,32 @@ class Liveness:
         names: what to call each rank.
         timeout: seconds after which a silent rank is dead.
         interval: seconds between two beats.
+        store_host: the rank that holds the store, if one does.
     """
 
-    def __init__(self, store: Store, rank: int, names: Sequence[str], timeout: float, interval: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        names: Sequence[str],
+        timeout: float,
+        interval: float,
+        store_host: int | None = None,
+    ) -> None:
         self.store = store
         self.rank = rank
         self.names = names
         self.timeout = timeout
         self.interval = interval
+        self.store_host = store_host
         self.activity = "starting"
         self.is_waiting = False
         self._waiting_since = math.inf
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._beat, self._watch)]
+        for thread in self._threads:
+            thread.start()
 
     def _beat(self) -> None:
         count = 0
@@ -79,16 +92,21 @@ class Liveness:
                 self.store.set(f"beat/{self.rank}", json.dumps([count, self.activity, self.is_waiting]))
             except RuntimeError:  # the store's host is gone; whoever waits for it next says so
                 return
+            self._ended.wait(self.interval)
+
+    def _watch(self) -> None:
+        """Ends the process if it waits in a call that neither ends nor can be interrupted."""
+        while not self._ended.wait(self.interval):
             if time.monotonic() - self._waiting_since > HANGS_AFTER * self.timeout:
                 failure = self.failure(RuntimeError(f"{self.activity}: no end after {self.timeout:g} s"))
                 print(f"{self.names[self.rank]}: {failure}", file=sys.stderr, flush=True)
-                os._exit(1)  # the main thread hangs in a call that cannot be interrupted
-            self._ended.wait(self.interval)
+                os._exit(1)
 
     def stop(self) -> None:
         """Beats no more."""
         self._ended.set()
-        self._thread.join(timeout=2 * self.interval)
+        for thread in self._threads:
+            thread.join(timeout=2 * self.interval)
 
     @contextmanager
     def waiting(self, activity: str) -> Iterator[None]:
@@ -126,9 +144,7 @@ class Liveness:
         except RuntimeError as error:
             if isinstance(error, RankFailure):
                 raise
-            raise RankFailure(
-                f"the store of the ranks cannot be reached any more ({first_line(error)})", None
-            ) from error
+            raise self._lost_store(error) from error
         finally:
             self.is_waiting = False
 
@@ -136,7 +152,7 @@ class Liveness:
         """Says that this rank fails by itself, so that the others can tell why."""
         try:
             if not self.store.check([CULPRIT]):
-                self.store.set(CULPRIT, json.dumps([self.rank, f"failed: {message}"]))
+                self.store.set(CULPRIT, json.dumps([self.rank, FAILED + message]))
         except RuntimeError:
             pass  # the store's host is gone as well
 
@@ -159,7 +175,7 @@ class Liveness:
         except RankFailure as known:
             return known
         except RuntimeError as lost:
-            return RankFailure(f"the store of the ranks cannot be reached any more ({first_line(lost)})", None)
+            return self._lost_store(lost)
         return RankFailure(f"a rank does not answer, and it is not clear which one: {first_line(error)}", None)
 
     def _has(self, key: str) -> bool:
@@ -169,12 +185,18 @@ class Liveness:
         if self._has(CULPRIT):
             rank, what = json.loads(self.store.get(CULPRIT))
             if rank != self.rank:
-                raise RankFailure(f"{self.names[rank]} {what}", rank)
+                raise RankFailure(f"{self.names[rank]} {what}", rank, what.startswith(FAILED))
 
     def _blame(self, rank: int, what: str) -> RankFailure:
         if not self._has(CULPRIT):
             self.store.set(CULPRIT, json.dumps([rank, what]))
         return RankFailure(f"{self.names[rank]} {what}", rank)
+
+    def _lost_store(self, error: RuntimeError) -> RankFailure:
+        what = f"the store of the ranks cannot be reached any more ({first_line(error)})"
+        if self.store_host in (None, self.rank):
+            return RankFailure(what, None)
+        return RankFailure(f"{self.names[self.store_host]} is dead or unreachable: {what}", self.store_host)
 
     def _silence(self, rank: int) -> str:
         beat = self._last_beat(rank)
