@@ -63,3 +63,24 @@ def test_unsupported_family_is_refused_with_the_supported_ones(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ValueError, match="type 'gpt2'; supported are llama, qwen3, qwen3_5_text"):
         read_target_size(str(tmp_path))
+
+
+def test_layers_of_a_type_that_is_not_supported_are_refused(tmp_path):
+    config = tiny_config("qwen3", 4, layer_types=["full_attention", "sliding_attention"] * 2, sliding_window=8)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="layers of type sliding_attention; supported are full_attention, linear"):
+        read_target_size(str(tmp_path))
+
+
+def test_layers_of_both_types_are_counted_each_in_its_place(tmp_path):
+    config = tiny_config(
+        "qwen3_5", 4, layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"]
+    )
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    size = read_target_size(str(tmp_path))
+    counted = [size.layer_parameters(layer_type) for layer_type in size.layer_types]
+    assert counted == [sum(weight.numel() for weight in layer.parameters()) for layer in model.model.layers]
+    assert counted[0] != counted[1]
+    assert size.head_parameters == model.lm_head.weight.numel()

@@ -32,6 +32,7 @@ from spd_lightning.inference.evaluation.tasks import Question, load_questions
         ("$1{,}234$", "1234"),
         ("1\\,234", "1234"),
         ("12,34", "34"),
+        ("1,2345", "2345"),
         ("60 minutes x2", "60"),
         ("5kg of H2O", "5"),
         ("Version 42.", "42"),

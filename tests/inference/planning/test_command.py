@@ -151,6 +151,13 @@ def test_mistakes_are_refused_in_one_line(args, words, tmp_path, target, drafter
         make_report(parse(*(names.get(arg, arg) for arg in args)))
 
 
+@pytest.mark.parametrize("mistake", [["--anchors", "[0,9]"], ["--p", 2], ["--draft_vocab_size", 0]])
+def test_mistakes_are_refused_before_anything_is_timed(monkeypatch, target, mistake):
+    monkeypatch.setattr(measurement.MeasuredTimes, "_median_ms", lambda *_: pytest.fail("something was timed"))
+    with pytest.raises(ValueError, match=mistake[0].removeprefix("--")):
+        make_report(parse("--target", target, "--measure", *mistake))
+
+
 def test_a_drafter_folder_that_contradicts_itself_is_refused(drafter):
     record = json.loads((drafter / "config.json").read_text())
     (drafter / "config.json").write_text(json.dumps(record | {"schedule": "post_step"}))

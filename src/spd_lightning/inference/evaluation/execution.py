@@ -2,9 +2,10 @@
 
 A guard against accidents of generated code, not a security boundary. While a program runs, and after it:
 
-- it has no network, no environment, no input, none of our privileges and nobody else's processes in sight;
+- it has no network, no environment, no input, no privileges (those of `nobody` where we are root) and nobody else's
+  processes in sight;
 - it can write to an empty folder in memory only; all other files are read-only, and homes, `/run` and the shared
-  temporary folders look empty; what else a stranger on this machine may read, it may read;
+  temporary folders look empty. The rest it may read as far as its user may: `nobody`, or we where we are not root;
 - time, CPU time, memory, processes, files and output are limited, as `Limits` says;
 - it runs on the standard library of our Python, without installed packages;
 - when `run_program` returns or is interrupted, or our process is killed, nothing that it started is left.
@@ -49,7 +50,7 @@ try:
 except MemoryError:
     held["memory"] = True
 try:
-    socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(("198.51.100.1", 9))  # sends nothing
+    socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(("127.0.0.1", 9))  # sends nothing
 except OSError:
     held["network"] = True
 held["files"] = not any(os.access(path, os.W_OK) for path in ("/", "/var/tmp", "/dev/shm", "/proc/self/oom_score_adj"))
@@ -106,19 +107,22 @@ def run_program(source: str, limits: Limits = DEFAULT_LIMITS) -> Execution:
     Raises:
         ValueError: if programs cannot be confined here; it says why and what is needed. Nothing was run then.
     """
-    require_confinement(replace(limits, seconds=_START_SECONDS))
+    require_confinement(limits)
     return _run(source, limits)
 
 
-@cache
 def require_confinement(limits: Limits = DEFAULT_LIMITS) -> None:
-    """Returns if the limits can be set and a program that tries to break them finds that they hold.
+    """Returns if the limits can be set and a harmless program that tries to break them finds that they hold.
 
     Raises:
         ValueError: if not.
     """
-    probe = _PROBE.format(**asdict(limits), nobody=confinement.NOBODY)
-    execution = _run(probe, limits)
+    _probe(replace(limits, seconds=_START_SECONDS))
+
+
+@cache
+def _probe(limits: Limits) -> None:
+    execution = _run(_PROBE.format(**asdict(limits), nobody=confinement.NOBODY), limits)
     if not execution.passed:
         raise _refusal(f"a probe that tried the limits failed ({execution.reason})")
 
@@ -151,7 +155,9 @@ def _run(source: str, limits: Limits) -> Execution:
     if confinement.REFUSED in status:
         raise _refusal(status.rpartition(confinement.REFUSED)[2].splitlines()[0])
     if confinement.STARTED.decode() not in status:
-        raise RuntimeError(f"the process that sets a program's limits did not start it: {status.strip() or 'no word'}")
+        raise RuntimeError(
+            f"the process that sets a program's limits did not start it in {_START_SECONDS} s: {status or 'no word'}"
+        )
     if broken_limit:
         return Execution(False, broken_limit)
     if message == token:

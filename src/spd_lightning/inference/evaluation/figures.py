@@ -50,7 +50,7 @@ def chart_sections(summary: Mapping[str, Any]) -> list[Section]:
         "hides. Diamonds follow from acceptance by fill level, as if answers had no end."
     )
     sections.append(("Theoretical speedup by task, simulated", note, list(_simulated_charts(drafted))))
-    note = "Mean milliseconds of a cycle's parts. Parts of different ranks run side by side: they are not to be added."
+    note = "Mean milliseconds of a cycle's parts. Where ranks work side by side, their parts are not to be added."
     sections.append(
         (
             "Cycle breakdown",
