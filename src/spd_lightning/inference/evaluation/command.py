@@ -6,6 +6,8 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from jsonargparse import ArgumentParser, Namespace
 from tqdm import tqdm
 
 from spd_lightning.inference.arguments import add_decoding_arguments, opened_decoder, run_on_ranks, sampling_params
+from spd_lightning.inference.profile import NOTES, profile_by_fill
 
 if TYPE_CHECKING:
     from spd_lightning.inference.decoder import PipelineDecoder
@@ -85,6 +88,8 @@ def evaluate(given: Namespace, args: Sequence[str], questions: Sequence["Questio
 
     journal: SampleJournal | None = None
     skipped: list[Mapping[str, str]] = []
+    predicted: list[dict[str, Any]] = []
+    profiles: list[dict[str, Any]] = []
     for folder, label in zip(given.drafter, drafter_labels(given.drafter), strict=True):
         with opened_decoder(given, folder) as decoder:
             if not decoder.is_lead:
@@ -105,8 +110,10 @@ def evaluate(given: Namespace, args: Sequence[str], questions: Sequence["Questio
                     progress.update()
                     progress.set_postfix_str(f"{sample.task} {sample.method} T={sample.temperature:g}")
             skipped += [item for item in evaluation.skipped if item not in skipped]
+            predicted += predictions(given, decoder, label)
+            profiles += profile_of(given, decoder, label, questions)
     if journal is not None:
-        report(given, args, journal, questions, skipped)
+        report(given, args, journal, questions, skipped=skipped, predicted=predicted, profiles=profiles)
 
 
 def settings(given: Namespace, decoder: "PipelineDecoder") -> dict[str, Any]:
@@ -134,6 +141,33 @@ def make_methods(given: Namespace, decoder: "PipelineDecoder", label: str) -> li
     return [makers[name]() for name in METHODS if name in given.methods]
 
 
+def predictions(given: Namespace, decoder: "PipelineDecoder", label: str) -> list[dict[str, Any]]:
+    """What the drafter's validation says of each temperature, where it has measured that."""
+    from spd_lightning.inference.evaluation.formulas import predicted_acceptance
+
+    metrics = decoder.drafter.record["provenance"]["metrics"]
+    found = {t: predicted_acceptance(metrics, decoder.num_stages, sampling_params(given, t)) for t in given.temperature}
+    names = {"method": "spd", "drafter": label}
+    return [names | {"temperature": temperature} | known for temperature, known in found.items() if known is not None]
+
+
+def profile_of(
+    given: Namespace, decoder: "PipelineDecoder", label: str, questions: Sequence["Question"]
+) -> list[dict[str, Any]]:
+    """The cycle profile of the first question that fits, answered once more; none over several ranks."""
+    if given.runtime == "distributed" or "spd" not in given.methods:
+        return []
+    params = replace(sampling_params(given, given.temperature[0]), max_new_tokens=min(given.max_new_tokens, 64))
+    timer = decoder.runtime.start_timing()
+    for question in questions:
+        with suppress(ValueError):
+            decoder.generate([{"role": "user", "content": question.turns[0]}], params)
+        if profiles := profile_by_fill(decoder.runtime.times_of_ranks(timer), has_rest=given.runtime == "local"):
+            fills = [profile.to_json() for profile in profiles]
+            return [{"title": label, "note": NOTES[given.runtime], "fills": fills}]
+    return []
+
+
 def make_score(given: Namespace) -> Any:
     """Scores answers of GSM8K, and of HumanEval where code may be run."""
     from spd_lightning.inference.evaluation.execution import require_confinement, run_program
@@ -157,7 +191,7 @@ def report(
     args: Sequence[str],
     journal: "SampleJournal",
     questions: Sequence["Question"],
-    skipped: Sequence[Mapping[str, str]],
+    **facts: Any,
 ) -> None:
     """Writes summary, table and page, prints the table, logs to W&B, and applies the losslessness gate."""
     from spd_lightning.inference.evaluation.report import render_report
@@ -171,7 +205,7 @@ def report(
         settings=json.loads((given.out / "settings.json").read_text(encoding="utf-8")),
         machine=machine(),
         versions={name: version(name) for name in ("spd-lightning", "torch", "transformers")},
-        skipped=list(skipped),
+        **facts,
     )
     table = to_markdown(summary)
     for name, content in (

@@ -1,0 +1,54 @@
+"""The virtual clock against cycles worked out by hand."""
+
+import pytest
+
+from spd_lightning.inference.runtime.virtual import Link, MessageSizes, VirtualClock
+from spd_lightning.inference.schedule import CyclePlan
+from spd_lightning.inference.timing import PDM, VERIFY, CycleTimes
+
+LINK = Link(latency=0.5, bytes_per_second=100.0, record=0.25)
+
+
+def clock(num_stages: int, drafts_first: bool, anchors: tuple[int, ...]) -> VirtualClock:
+    return VirtualClock(num_stages, drafts_first, MessageSizes(hidden=100, anchors=anchors), LINK)
+
+
+@pytest.mark.parametrize(
+    ("times", "pre_step", "post_step"),
+    [
+        # Stage 2 ends at 4 and judges for 1; stage 1's state is there at 2 + 1.5, the drafter ends at 3, or 4 + 3.
+        (CycleTimes(2, spans={PDM: 3.0, "stage 1": 2.0, "stage 2": 4.0, VERIFY: 1.0}), 5.25, 7.25),
+        # A slow drafter.
+        (CycleTimes(2, spans={PDM: 9.0, "stage 1": 2.0, "stage 2": 4.0, VERIFY: 1.0}), 9.25, 13.25),
+        # Filling: only stage 1 runs. Its anchor message, 200 bytes, takes 2.5, the state for stage 2 takes 1.5.
+        (CycleTimes(1, spans={PDM: 3.0, "stage 1": 2.0}), 4.75, 7.75),
+    ],
+)
+def test_ranks_run_side_by_side(times: CycleTimes, pre_step: float, post_step: float) -> None:
+    anchors = (200, 0) if times.fill == 1 else (100, 0)
+    assert clock(2, True, anchors).cycle_seconds(times) == pre_step
+    assert clock(2, False, anchors).cycle_seconds(times) == post_step
+
+
+def test_with_one_stage_the_verifier_waits_for_the_draft() -> None:
+    times = CycleTimes(1, spans={PDM: 3.0, "stage 1": 2.0, VERIFY: 1.0})
+    assert clock(1, True, (100,)).cycle_seconds(times) == 3.0 + 0.5 + 1.0 + 0.25
+    assert clock(1, False, (100,)).cycle_seconds(times) == 2.0 + 1.5 + 3.0 + 0.5 + 1.0 + 0.25
+
+
+def test_the_clock_sums_what_cycles_took() -> None:
+    virtual, now = clock(2, True, (0, 0)), iter([0.0, 0.0, 3.0, 3.0, 5.0, 5.0])
+    virtual.now = lambda: next(now)
+    with virtual.cycle(CyclePlan(0, 0, fill=1, newest=5, num_stages=2)):
+        with virtual.span(PDM):
+            pass
+        with virtual.span("stage 1"):
+            pass
+    assert virtual.cycles[0].spans == {PDM: 3.0, "stage 1": 2.0}
+    assert virtual.seconds == virtual.cycles[0].seconds == 2.0 + 1.5 + 0.25
+
+
+@pytest.mark.parametrize("link", [{"latency": -1.0}, {"record": -1.0}, {"bytes_per_second": 0.0}])
+def test_a_link_that_cannot_be_is_refused(link: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"link {next(iter(link))}="):
+        Link(**link)
