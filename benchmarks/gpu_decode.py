@@ -204,7 +204,7 @@ def tiny_bench(folder: Path, family: str, device: torch.device, smoke: bool) -> 
 def big_bench(device: torch.device, smoke: bool) -> Bench:
     """Eight stages of a random Qwen3.5-4B, and a drafter of three layers in the published layout."""
     layout, capacity = FeatureLayout.build(32, 8, anchors=PUBLISHED_ANCHORS, rows="shared"), 512
-    num_tokens, max_new_tokens = (NUM_TOKENS, 8) if smoke else (QWEN35_4B_TOKENS, 64)
+    num_tokens, max_new_tokens = (NUM_TOKENS, 6) if smoke else (QWEN35_4B_TOKENS, 64)
     make_config: Any = Qwen3_5TextConfig
     torch.manual_seed(0)
     with torch.device(device):

@@ -58,11 +58,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         model.lm_head.weight[END_OF_TURN] = 0.0  # of hundreds of other logits, one is above 0
     (target / "model.safetensors").unlink()
     model.save_pretrained(target, max_shard_size="60KB")
+    files = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
     incomplete = []
-    for layer in (0, NUM_LAYERS - 1):
-        folder = shutil.copytree(target, root / f"without_layer_{layer}")
-        files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-        (folder / files[f"model.layers.{layer}.mlp.down_proj.weight"]).unlink()
+    for layers in (range(NUM_LAYERS // 2), range(NUM_LAYERS // 2, NUM_LAYERS)):
+        prefixes = tuple(f"model.layers.{layer}." for layer in layers)
+        needed_by_others = {file for weight, file in files.items() if not weight.startswith(prefixes)}
+        folder = shutil.copytree(target, root / f"without_layers_from_{layers[0]}")
+        (folder / min(set(files.values()) - needed_by_others)).unlink()
         incomplete.append(str(folder))
 
     drafter = make_drafter(FeatureLayout.build(NUM_LAYERS, NUM_STAGES), torch.float32)

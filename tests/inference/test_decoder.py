@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,25 @@ def test_the_same_seed_gives_the_same_text_and_no_seed_another(decoder: Pipeline
     assert decoder.generate(MESSAGES, sampled).token_ids == decoder.generate(MESSAGES, sampled).token_ids
     unseeded = SamplingParams(32, 1.0)
     assert decoder.generate(MESSAGES, unseeded).token_ids != decoder.generate(MESSAGES, unseeded).token_ids
+
+
+def test_an_answer_that_is_left_is_cancelled_and_one_that_is_gone_on_with_has_its_time(decoder) -> None:
+    endless = SamplingParams(24, ignore_eos=True)
+    for _ in decoder.stream(MESSAGES, endless):
+        break
+    assert decoder._current._committed.gi_frame is None
+    run = decoder.start(MESSAGES, endless)
+    for _ in run.tokens():
+        if len(run.token_ids) == 5:
+            break
+    began = time.perf_counter()
+    result = run.result()
+    assert len(result.token_ids) == 24 and 0 < result.seconds < time.perf_counter() - began + 60
+    cancelled = decoder.start(MESSAGES, endless)
+    next(cancelled.tokens())
+    assert decoder.generate(MESSAGES, endless).token_ids == result.token_ids
+    with pytest.raises(ValueError, match="cancelled"):
+        cancelled.result()
 
 
 def test_the_limit_of_length_is_exact(decoder: PipelineDecoder) -> None:

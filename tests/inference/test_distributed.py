@@ -9,16 +9,26 @@ import pytest
 import torch
 
 from spd_lightning.inference.autoregressive import decode_autoregressively
+from spd_lightning.inference.drafting import DraftSession
 from spd_lightning.inference.runtime.cluster import DistributedRuntime
+from spd_lightning.inference.runtime.distributed import join
+from spd_lightning.inference.runtime.draft_rank import DraftRank
+from spd_lightning.inference.runtime.environment import RankEnvironment
+from spd_lightning.inference.runtime.local import LocalRuntime
+from spd_lightning.inference.runtime.stage_rank import StageRank
 from spd_lightning.inference.sampling import SamplingParams
+from spd_lightning.inference.stage import Stage
+from spd_lightning.inference.stage_loading import load_embedding
 from spd_lightning.inference.stats import DecodeStats
 from spd_lightning.inference.verify import make_verifier
+from spd_lightning.modules.checkpoint import load_drafter
 from spd_lightning.modules.features import FeatureLayout
 from spd_lightning.modules.tiny_target import NUM_TOKENS
 from tests.inference.conftest import ScriptedProposer, cut, make_pipeline, run
-from tests.inference.ranks import Ledger, make_runtime, pipelined, run_ranks, stop_for
+from tests.inference.ranks import CPU, Ledger, make_runtime, pipelined, run_ranks, stop_for
 from tests.modules.conftest import make_target
 
+DEMO = Path(__file__).resolve().parents[2] / "runs" / "demo"
 PROMPTS = [[65], [72, 105], list(range(60, 71))]
 SAMPLED = [
     SamplingParams(24, temperature=0.9, top_k=20, top_p=0.95, seed=3),
@@ -78,6 +88,34 @@ def test_ranks_decode_what_one_process_decodes(family: str, num_stages: int, sch
             assert tokens == plain
 
 
+@pytest.mark.skipif(not (DEMO / "drafter").is_dir(), reason=f"{DEMO} is not there: make demo makes it")
+def test_a_real_target_is_decoded_over_ranks_as_in_one_process(tmp_path: Path) -> None:
+    """SmolLM2-135M and the demo's drafter, each rank with the weights of its own part only."""
+    drafter, target = load_drafter(DEMO / "drafter").module, str(DEMO / "target")
+    params = SamplingParams(16)
+
+    def body(rank, url):
+        num_stages = drafter.layout.num_stages
+        store, transport = join(RankEnvironment(rank, num_stages + 1, rank, url), num_stages, CPU, 60.0)
+        if rank == num_stages:
+            role = DraftRank(transport, DraftSession(drafter, load_embedding(target, "float32"), 64))
+        else:
+            stage = Stage.load(target, drafter.layout, rank + 1, 64, "float32")
+            verifier = make_verifier(params, 49152, drafter.draft_token_ids)
+            role = StageRank(transport, stage, num_stages, lambda _: verifier, drafter.config.draft_vocab_size)
+        runtime = DistributedRuntime(role, transport, store)
+        runtime.meet("loaded")
+        return lead_or_follow(runtime, lambda runtime: pipelined(runtime, PROMPTS[2], params))
+
+    outcomes = run_ranks(drafter.layout.num_stages + 1, body, tmp_path)
+    assert {outcome.error for outcome in outcomes} == {None}
+    local = LocalRuntime.load(drafter, target, 49152, 64, "float32")
+    stats = DecodeStats(drafter.layout.num_stages)
+    expected = list(local.pipelined(PROMPTS[2], params, stop_for(params), stats))
+    assert outcomes[0].value == (expected, stats)
+    assert expected == list(local.plain(PROMPTS[2], params, stop_for(params)))
+
+
 def test_the_lead_may_end_a_request_early(tmp_path: Path) -> None:
     """The next request is clean: pipelined or plain, before, in and after the first tokens, or never begun."""
     target, layout = make_target("qwen3_5", 8, torch.float32), FeatureLayout.build(8, 2)
@@ -103,6 +141,25 @@ def test_the_lead_may_end_a_request_early(tmp_path: Path) -> None:
     assert [outcome.error for outcome in outcomes] == [None] * 3
     expected, _, _ = run(make_pipeline(target, layout, params), layout, PROMPTS[1], params.max_new_tokens)
     assert outcomes[0].value == [expected] * 8
+
+
+def test_ranks_may_make_one_decoder_after_the_other(tmp_path: Path) -> None:
+    """In one store, which remembers the first one's keys and addresses."""
+    target, layout = make_target("llama", 8, torch.float32), FeatureLayout.build(8, 2)
+
+    def body(rank, url):
+        answers = []
+        for _ in range(2):
+            runtime = make_runtime(rank, url, target, layout)
+            answers.append(lead_or_follow(runtime, lambda runtime: pipelined(runtime, PROMPTS[2], SamplingParams(8))))
+        with pytest.raises(RuntimeError, match="only the lead" if rank else "has been closed"):
+            next(runtime.pipelined(PROMPTS[2], SamplingParams(8), stop_for(), DecodeStats(2)))
+        return answers
+
+    outcomes = run_ranks(3, body, tmp_path)
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    first, second = outcomes[0].value
+    assert first == second
 
 
 def test_thousands_of_cycles_with_rejections_and_slow_ranks(tmp_path: Path) -> None:

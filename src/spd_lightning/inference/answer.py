@@ -68,16 +68,16 @@ class Run:
         self.stats = stats
         self.clock = clock
         self.token_ids: list[int] = []
-        self.prefill_seconds = self.seconds = 0.0
+        self.prefill_seconds = self.seconds = self._began = 0.0
 
     def tokens(self) -> Iterator[int]:
         """Committed token ids."""
-        asked, began = time.perf_counter(), 0.0
+        asked = time.perf_counter()
         for token in self._committed:
             now = self.clock()
             if not self.token_ids:
-                self.prefill_seconds, began = time.perf_counter() - asked, now
-            self.seconds = now - began
+                self.prefill_seconds, self._began = time.perf_counter() - asked, now
+            self.seconds = now - self._began
             self.token_ids.append(token)
             yield token
 

@@ -11,10 +11,11 @@ from jsonargparse import ArgumentParser, Namespace
 
 if TYPE_CHECKING:
     from spd_lightning.inference.decoder import PipelineDecoder
+    from spd_lightning.inference.runtime.environment import RankEnvironment
 
 CLI_MODULE = "spd_lightning.inference.cli"
 SECONDS_FOR_OTHERS = 5.0
-"""How long a rank that fails itself has to say so and end, before those do that only heard of it."""
+"""How long a rank waits that is not to be the first to end."""
 
 
 def add_decoding_arguments(parser: ArgumentParser, several_temperatures: bool = False) -> None:
@@ -92,7 +93,7 @@ def run_on_ranks(given: Namespace, args: Sequence[str], work: Callable[[], None]
         return
 
     from spd_lightning.inference.decoder import check_schedule, check_target
-    from spd_lightning.inference.runtime.distributed import launch, present_lead
+    from spd_lightning.inference.runtime.distributed import launch
     from spd_lightning.inference.runtime.environment import rank_environment
     from spd_lightning.inference.runtime.liveness import RankFailure
     from spd_lightning.modules.checkpoint import load_drafter
@@ -105,18 +106,33 @@ def run_on_ranks(given: Namespace, args: Sequence[str], work: Callable[[], None]
             check_target(drafter, given.target)
             if code := launch(drafter.module.config.num_stages + 1, CLI_MODULE, args):
                 raise SystemExit(code)
-        else:  # the lead hears of Ctrl-C, and tells the others
-            if environment.rank == 0:
-                present_lead()
-            else:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
-            work()
+        else:
+            run_as_rank(environment, work)
     except RankFailure as failure:
-        if failure.is_told:  # by the rank itself, which is to end first: its exit code is then the launcher's
-            time.sleep(SECONDS_FOR_OTHERS)
-        elif environment is None or environment.rank == 0 or failure.rank in (0, None):
-            print(f"spd-infer: error: {failure}", file=sys.stderr, flush=True)  # the lead speaks for all, if it can
+        # The lead speaks for all, if it can; a rank that failed by itself has spoken already.
+        if not failure.is_told and (environment is None or environment.rank == 0 or failure.rank in (0, None)):
+            print(f"spd-infer: error: {failure}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
+
+
+def run_as_rank(environment: "RankEnvironment", work: Callable[[], None]) -> None:
+    """Runs `work` as one rank of several, of which the lead hears of Ctrl-C, and tells the others."""
+    from spd_lightning.inference.runtime.distributed import present_lead
+    from spd_lightning.inference.runtime.liveness import RankFailure
+
+    if environment.rank == 0:
+        present_lead()
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        work()
+    except BaseException as error:
+        # A rank that fails by itself ends first: its exit code is then the launcher's. One that holds the store ends
+        # last: without it the others could not tell who is to blame.
+        told_by_other = isinstance(error, RankFailure) and error.is_told
+        if told_by_other or environment.store_host == environment.rank:
+            time.sleep(SECONDS_FOR_OTHERS)
+        raise
 
 
 @contextmanager

@@ -136,7 +136,11 @@ class PipelineDecoder:
 
     def stream(self, prompt: Sequence[int] | Messages, params: SamplingParams = GREEDY) -> Iterator[str]:
         """Yields the answer's text as it is committed: whole characters, nothing that a stop string may cut."""
-        yield from self.start(prompt, params).texts()
+        run = self.start(prompt, params)
+        try:
+            yield from run.texts()
+        finally:
+            run.close()
 
     def start(self, prompt: Sequence[int] | Messages, params: SamplingParams = GREEDY) -> Run:
         """An answer to iterate over, with its statistics at hand; errors as `generate`. Cancels the one before."""

@@ -59,6 +59,7 @@ from spd_lightning.inference.evaluation.tasks import Question, load_questions
         ("\\boxed{x = 3 + 4 = 7} and 1", "7"),
         ("\\boxed{5} is wrong, \\boxed{6} is right in 2 ways", "6"),
         ("\\boxed{\\text{none}} 9", "9"),
+        ("\\boxed{5 = x} 9", "5"),
         # ####
         ("1 + 1 = <<1+1=2>>2\n#### 2\nThe answer is 3, \\boxed{4}", "2"),
         ("#### $1,080 dollars in 2 days", "1080"),
@@ -137,8 +138,9 @@ def fenced(code: str, language: str = "python") -> str:
 
 def outcome(text: str, question: Question = COUNT) -> str:
     """`passed`, or the error of the program; only for answers that are written in this file."""
+    program = humaneval_program(question, text)
     try:
-        exec(compile(humaneval_program(question, text), "program.py", "exec"), {"__name__": "program"})
+        exec(compile(program, "program.py", "exec"), {"__name__": "program"})
     except (SyntaxError, ValueError, AssertionError, NameError, TypeError) as error:
         return type(error).__name__
     return "passed"
@@ -177,13 +179,27 @@ RIGHT_ANSWERS = {
     + fenced("def count(items):\n    return sum(map(one, items))\n"),
     "helper in a block behind": fenced("def count(items):\n    return sum(map(one, items))\n")
     + fenced("def one(item):\n    return 1\n"),
+    "helper in a block before, with carriage returns": (
+        fenced("def one(item):\n    return 1\n") + fenced("def count(items):\n    return sum(map(one, items))\n")
+    ).replace("\n", "\r\n"),
+    "helper in a block before, all within a list": "1. So:\n\n"
+    + textwrap.indent(
+        fenced("def one(item):\n    return 1\n") + fenced("def count(items):\n    return sum(map(one, items))\n"), "   "
+    ),
+    "block behind prose that looks like a body": "We count. Then\n\nreturn it\n\n" + fenced(WHOLE),
+    "block with a fence in a text": fenced(
+        'def count(items):\n    """Uses ```fences```\n\n    ...```"""\n    return len(items)\n'
+    ),
+    "function and then a stray return": FUNCTION + "return count\n",
     "helper in a block before the body": fenced("def one(item):\n    return 1\n")
     + fenced("    return sum(map(one, items))\n"),
     "usage in a block behind": fenced(WHOLE) + "Usage:\n" + fenced("print(count([1, 2], 3))\n"),
     "usage in a block before": fenced(">>> count([1])\n1\n") + fenced("pip install nothing\n", "bash") + fenced(WHOLE),
     "the prompt in a block before": fenced(COUNT.original or "") + "becomes\n" + fenced(WHOLE),
     "a second, wrong function behind": fenced(WHOLE) + "Or:\n" + fenced("def count(items):\n    return 7\n"),
-    "import from the future": fenced(f"from __future__ import annotations\n\n{FUNCTION}"),
+    "import from the future": fenced(
+        "from __future__ import annotations\n\ndef count(items: Unheard):\n    return len(items)\n"
+    ),
     "a lambda": fenced("count = lambda items: len(items)\n"),
     "a generator's sum with letters of any language": fenced(
         "def count(items):\n    # ➞ Zählen\n    return sum(1 for _ in items)\n"

@@ -113,6 +113,7 @@ def test_a_file_of_questions_is_asked_in_place_of_the_tasks(tmp_path: Path) -> N
         (gsm8k(1, question_id=0), "question_id 0 is there already, at .*question.jsonl line 1"),
         (gsm8k(1, question_id="0"), "question_id 0 is there already"),
         (gsm8k(1, category=None), "'category' is None, but must be a text"),
+        (gsm8k(1, category=" "), "'category' is ' '"),
         (gsm8k(1, turns=[]), r"'turns' is \[\], but must be a list of texts"),
         (gsm8k(1, turns="What?"), "'turns' is 'What\\?', but must be a list of texts"),
         (gsm8k(1, turns=["What?", " "]), "'turns' is"),

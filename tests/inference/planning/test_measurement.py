@@ -121,7 +121,7 @@ def test_each_drafter_layer_more_costs_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(times, "_draft_ms", draft_ms)
     assert [times.drafter_ms(drafter_for(times, layers)) for layers in (1, 2, 3, 8)] == [2.5, 3.0, 3.5, 6.0]
     assert asked == [1, 4]  # once for all depths
-    times.drafter_ms(drafter_for(times, 2, anchors=(0, 1)))  # reaches its second anchor one stage earlier
+    times.drafter_ms(drafter_for(times, 2, anchors=(0, 4, 7)))  # the same sizes, but one row with less to project
     assert asked == [1, 4, 1, 4]
 
 

@@ -33,6 +33,11 @@ def test_the_head_is_put_into_proportion(report):
     )
 
 
+def test_the_head_exceeds_a_split_only_when_it_is_longer_than_its_longest_stage():
+    planner = fixed_planner(head_ms=2.5, spec_layer_ms=1.5)  # 12 layers: 3 3 2 2 2 and 2 2 2 2 2 2
+    assert PlanReport("t", planner, planner.plans([4, 5, 6], [1]), None).head_exceeds_stage_at == [6]
+
+
 def test_the_table_has_a_row_for_each_number_of_stages_and_split_and_marks_the_best(report):
     rows = rows_of(report.text())
     assert len(rows) == len(best_by_split(report.plans)) == 4

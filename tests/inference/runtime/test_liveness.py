@@ -216,7 +216,7 @@ def test_all_ranks_blame_the_same_one(store: FakeStore, start: Start) -> None:
 
 def test_ranks_that_fail_at_once_blame_the_same_one(store: FakeStore, start: Start) -> None:
     store.die(1)
-    livenesses, failures = [start(0, interval=0.2), start(2, interval=0.2)], {}
+    livenesses, failures = [start(0, PATIENCE, 0.3), start(2, PATIENCE, 0.3)], {}
 
     def run(liveness: Liveness) -> None:
         try:

@@ -32,8 +32,17 @@ def test_ranks_run_side_by_side(times: CycleTimes, pre_step: float, post_step: f
 
 def test_with_one_stage_the_verifier_waits_for_the_draft() -> None:
     times = CycleTimes(1, spans={PDM: 3.0, "stage 1": 2.0, VERIFY: 1.0})
-    assert clock(1, True, (100,)).cycle_seconds(times) == 3.0 + 0.5 + 1.0 + 0.25
-    assert clock(1, False, (100,)).cycle_seconds(times) == 2.0 + 1.5 + 3.0 + 0.5 + 1.0 + 0.25
+    for drafts_first, begun in ((True, 0.0), (False, 2.0 + 1.5)):
+        virtual = clock(1, drafts_first, (100,))
+        virtual.law_bytes = 50
+        assert virtual.cycle_seconds(times) == begun + 3.0 + (0.5 + 0.5) + 1.0 + 0.25
+
+
+def test_the_law_of_a_draft_travels_within_the_cycle() -> None:
+    times = CycleTimes(2, spans={PDM: 3.0, "stage 1": 2.0, "stage 2": 4.0, VERIFY: 1.0})
+    virtual = clock(2, True, (100, 0))
+    virtual.law_bytes = 200
+    assert virtual.cycle_seconds(times) == 3.0 + 2.5 + 0.25
 
 
 def test_the_clock_sums_what_cycles_took() -> None:

@@ -42,7 +42,7 @@ def final_number(text: str) -> Decimal | None:
     That is the last one marked `####`, else in `\\boxed{}`, else after "the answer is", else the last of the text.
     Thousands commas, currency signs, percent signs and a full stop behind it do not count.
     """
-    for old, new in (("\u2212", "-"), ("{,}", ","), ("\\,", ""), ("\\%", "%")):
+    for old, new in (("\u2212", "-"), ("{,}", ","), ("\\,", "")):
         text = text.replace(old, new)
     text = re.sub(r"\\?[$€£]", "", text)
     for form in (_MARKED, _BOXED, _STATED):
@@ -95,7 +95,7 @@ def humaneval_program(question: Question, text: str) -> str:
             parts = [*before, answer, *after] if _defined(answer, entry_point) else [answer, *before, *after]
             break
     else:
-        parts = [text]
+        parts = []
     return futures + prompt + "\n".join([*parts, question.test])
 
 
@@ -117,7 +117,7 @@ def _answer(prompt: str, source: str, entry_point: str) -> str | None:
     dedented = textwrap.dedent(source)
     if code := _longest_code(prompt, dedented, entry_point):
         return code
-    shapes = (source, _INDENT + source.lstrip(), textwrap.indent(dedented, _INDENT))
+    shapes = (_INDENT + source.lstrip(), textwrap.indent(dedented, _INDENT))
     codes = [_longest_code(prompt, shape, entry_point) for shape in shapes]
     return max(filter(None, codes), key=lambda code: code.count("\n"), default=None)
 

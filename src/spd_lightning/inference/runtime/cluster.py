@@ -192,6 +192,8 @@ class DistributedRuntime:
         leave()
 
     def _announce(self, request: Request) -> Request:
+        if not self.is_lead:
+            raise RuntimeError("only the lead, rank 0, takes requests: call follow() on all other ranks")
         if not self.is_open:
             raise RuntimeError("this decoder has been closed, or a rank has failed: make a new one")
         self.num_requests = request.number

@@ -4,6 +4,7 @@ Point-to-point messages travel by the device's backend (gloo on CPUs, NCCL on GP
 gloo in both cases, since it decides what the host does next. Knows no stages and no drafter.
 """
 
+import itertools
 import logging
 import os
 import signal
@@ -28,6 +29,7 @@ from spd_lightning.inference.runtime.liveness import Liveness, RankFailure, Stor
 from spd_lightning.inference.runtime.wire import NUM_FIELDS, CycleRecord
 from spd_lightning.inference.timing import COMMUNICATION, NO_TIMER, SYNCHRONISATION, Timer
 
+JOINS = itertools.count()
 LEAD_FILE = "SPD_LEAD_FILE"
 """Variable that names the file in which the lead says which process it is."""
 
@@ -65,6 +67,8 @@ class Posted:
             with self._transport.spending(COMMUNICATION):
                 for work in self._works:
                     work.wait()
+                if self._transport.device.type == "cuda":  # there a wait only orders streams
+                    torch.cuda.current_stream(self._transport.device).synchronize()
             self._works.clear()
 
 
@@ -131,12 +135,13 @@ def join(
     rank, world_size, limit = environment.rank, environment.world_size, timedelta(seconds=timeout)
     try:
         found, _, _ = next(iter(rendezvous(environment.init_method, rank, world_size, timeout=limit)))
-        store = PrefixStore("spd", found)
+        number = next(JOINS)  # a store may outlive a decoder; every rank has joined as often
+        store = PrefixStore(f"spd/{number}", found)
         names = [rank_name(number, num_stages) for number in range(world_size)]
         liveness = Liveness(store, rank, names, timeout, min(1.0, timeout / 20), environment.store_host)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=PrefixStore("group", found),
+            store=PrefixStore(f"group/{number}", found),
             rank=rank,
             world_size=world_size,
             timeout=limit,
@@ -168,23 +173,25 @@ def launch(num_ranks: int, module: str, args: Sequence[str]) -> int:
     Raises:
         RankFailure: if a rank was ended by a signal.
     """
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
-    )
     with TemporaryDirectory() as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
         lead = Path(folder) / "lead"
         os.environ[LEAD_FILE] = str(lead)
 

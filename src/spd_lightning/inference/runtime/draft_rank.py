@@ -55,7 +55,8 @@ class DraftRank(Rank):
         self._settle()
         self.session.clear()
         arrivals = {number: mailbox.next(len(prompt)) for number, mailbox in self.mailboxes.items()}
-        self._receive(arrivals).wait()
+        for number, message in arrivals.items():  # one after the other, as the stages run
+            self._receive({number: message}).wait()
         stamp, anchors = Stamp(self.request, 0, 0), dict[int, Tensor]()
         for number, message in arrivals.items():
             anchors |= zip(self.anchors_of[number], message.open(stamp)[:, None], strict=True)

@@ -38,7 +38,7 @@ def rank_environment(variables: Mapping[str, str] = os.environ) -> RankEnvironme
         local_rank = _number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else rank
         has_agent = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return RankEnvironment(rank, world_size, local_rank, store_host=None if has_agent else 0)
-    if "SLURM_PROCID" in variables and "SLURM_NTASKS" in variables:
+    if "SLURM_PROCID" in variables and variables.get("SLURM_NTASKS", "1") != "1":  # one task is a shell within a job
         rank, world_size = _number(variables, "SLURM_PROCID"), _number(variables, "SLURM_NTASKS")
         if "MASTER_ADDR" in variables:
             host = variables["MASTER_ADDR"]

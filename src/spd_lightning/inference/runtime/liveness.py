@@ -98,9 +98,17 @@ class Liveness:
         """Ends the process if it waits in a call that neither ends nor can be interrupted."""
         while not self._ended.wait(self.interval):
             if time.monotonic() - self._waiting_since > HANGS_AFTER * self.timeout:
-                failure = self.failure(RuntimeError(f"{self.activity}: no end after {self.timeout:g} s"))
-                print(f"{self.names[self.rank]}: {failure}", file=sys.stderr, flush=True)
+                print(f"{self.names[self.rank]}: {self._diagnosis()}", file=sys.stderr, flush=True)
                 os._exit(1)
+
+    def _diagnosis(self) -> RankFailure:
+        """Who is to blame for a wait without end; the store's host, if the store does not answer either."""
+        found: list[RankFailure] = []
+        error = RuntimeError(f"{self.activity}: no end after {self.timeout:g} s")
+        thread = threading.Thread(target=lambda: found.append(self.failure(error)), daemon=True)
+        thread.start()
+        thread.join(self.timeout + 10 * self.interval)
+        return found[0] if found else self._lost_store(RuntimeError("it does not answer"))
 
     def stop(self) -> None:
         """Beats no more."""
@@ -131,22 +139,26 @@ class Liveness:
         Raises:
             RankFailure: if one of them dies, or fails, before.
         """
-        self.is_waiting, looked = True, time.monotonic()
+        self.is_waiting, began = True, time.monotonic()
+        looked = began
         try:
-            while not self._has(key):
-                if (now := time.monotonic()) - looked >= self.interval:
+            while True:
+                now = self._waiting_since = time.monotonic()  # for the store's answer, not for the key
+                if self._has(key):
+                    return self.store.get(key)
+                if now - looked >= self.interval:
                     looked = now
                     self._raise_known_culprit()
                     if dead := self._silent(others, self.timeout):
                         raise self._blame(dead[0], self._silence(dead[0]))
-                time.sleep(poll)
-            return self.store.get(key)
+                self._waiting_since = math.inf
+                time.sleep(poll if now - began < 1 else max(poll, 0.02))
         except RuntimeError as error:
             if isinstance(error, RankFailure):
                 raise
             raise self._lost_store(error) from error
         finally:
-            self.is_waiting = False
+            self.is_waiting, self._waiting_since = False, math.inf
 
     def report(self, message: str) -> None:
         """Says that this rank fails by itself, so that the others can tell why."""

@@ -4,14 +4,20 @@ The pieces are measured as they run one after the other; the clock puts them sid
 ranks. Wall clock and virtual clock answer different questions and are never added.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from spd_lightning.inference.runtime.local import LocalRuntime
-from spd_lightning.inference.runtime.wire import Message
+from spd_lightning.inference.runtime.rank import law_slots
+from spd_lightning.inference.runtime.wire import Message, Request
+from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.schedule import CyclePlan
-from spd_lightning.inference.timing import PDM, VERIFY, CycleTimer, CycleTimes, stage_span
+from spd_lightning.inference.stats import DecodeStats
+from spd_lightning.inference.stopping import StopCondition
+from spd_lightning.inference.timing import PDM, VERIFY, CycleTimer, CycleTimes, device_seconds, stage_span
 
 
 @dataclass(frozen=True)
@@ -61,10 +67,22 @@ class VirtualClock(CycleTimer):
         drafts_first: whether drafts are made before the stages' forwards (pre-step).
         sizes: of the messages.
         link: between ranks.
+        now: a clock in seconds, as for `CycleTimer`.
+
+    Attributes:
+        law_bytes: of the message that a draft and its law travel in; 0 where the record is all that is needed.
     """
 
-    def __init__(self, num_stages: int, drafts_first: bool, sizes: MessageSizes, link: Link) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        num_stages: int,
+        drafts_first: bool,
+        sizes: MessageSizes,
+        link: Link,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(now)
+        self.law_bytes = 0
         self.num_stages = num_stages
         self.drafts_first = drafts_first
         self.sizes = sizes
@@ -85,7 +103,8 @@ class VirtualClock(CycleTimer):
 
         Stages run at once, each on what came in the cycle before. Hidden states and anchors travel when a stage has
         ended; the verifier judges in its own time meanwhile. Pre-step, the drafter begins with the cycle; post-step,
-        when the last anchors have come. With one stage the verifier needs this cycle's draft, a small message.
+        when the last anchors have come. A draft's law is there before the cycle ends, and with one stage, before the
+        verifier judges.
         """
         spans, link, last = times.spans, self.link, self.num_stages
         ended = {number: spans[stage_span(number)] for number in range(1, min(times.fill, last) + 1)}
@@ -95,9 +114,10 @@ class VirtualClock(CycleTimer):
         )
         anchored = max(seconds + link.seconds(self.sizes.anchors[number - 1]) for number, seconds in ended.items())
         drafted = spans[PDM] if self.drafts_first else anchored + spans[PDM]
+        drafted += link.seconds(self.law_bytes)
         judging = ended.get(last, 0.0)
         if last == 1:
-            judging = max(judging, drafted + link.latency)
+            judging = max(judging, drafted)
         judged = judging + spans.get(VERIFY, 0.0)
         return max(sent, anchored, drafted, judged) + link.record
 
@@ -114,8 +134,18 @@ class VirtualRuntime(LocalRuntime):
             hidden=Message.HEADER_BYTES + state_bytes,
             anchors=tuple(Message.HEADER_BYTES + count * state_bytes if count else 0 for count in counts),
         )
-        self.timer = self.virtual = VirtualClock(layout.num_stages, layout.drafts_first, sizes, link)
+        now = partial(device_seconds, self.device)
+        self.timer = self.virtual = VirtualClock(layout.num_stages, layout.drafts_first, sizes, link, now)
         self.num_devices = layout.num_stages + 1
+
+    def pipelined(
+        self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition, stats: DecodeStats
+    ) -> Generator[int]:
+        """Decodes with the drafter, as `LocalRuntime`, with the messages of these parameters on the clock."""
+        request, config = Request(0, "pipelined", (), params), self.session.drafter.config
+        laws = law_slots(request, config.num_stages, config.draft_vocab_size, self.device)
+        self.virtual.law_bytes = 0 if laws is None else laws.at(0).data.numel()
+        return super().pipelined(prompt, params, stop, stats)
 
     def start_timing(self) -> CycleTimer:
         """The clock, whose cycles so far are forgotten."""
