@@ -232,6 +232,8 @@ def test_a_right_answer_passes_in_every_usual_shape(text: str) -> None:
         "\0",
         "\ud800",
         "(" * 5000,
+        f"return {'-' * 100_000}1",
+        f"return {'1 + ' * 5000}1",
     ],
 )
 def test_an_answer_that_is_no_right_function_fails(text: str) -> None:

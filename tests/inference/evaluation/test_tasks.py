@@ -229,6 +229,16 @@ def test_without_the_hub_one_line_says_how_to_do_without(
     assert ("HumanEval.jsonl" in str(got.value)) == (task == "humaneval")
 
 
+def test_what_the_hub_complains_of_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route.\nTry again")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"openai/gsm8k could not be read from the hub \(no route\); download") as got:
+        load_questions(["gsm8k"], None, None, 1)
+    assert "\n" not in str(got.value)
+
+
 def test_the_measuring_data_is_read_whole(shared_dir: Path) -> None:
     found = load_questions(TASKS, shared_dir / "data", None, 80)
     assert [question.task for question in found] == [task for task in TASKS for _ in range(80)]

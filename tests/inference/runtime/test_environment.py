@@ -77,7 +77,14 @@ def test_the_port_is_a_free_one_and_the_same_on_every_rank(job: str) -> None:
 
 @pytest.mark.parametrize(
     "variables",
-    [SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {}, {"HOME": "/root", "MASTER_ADDR": "a"}, {"RANK": "0"}, {"WORLD_SIZE": "3"}, {"SLURM_JOB_ID": "1"}],
+    [
+        SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+        {},
+        {"HOME": "/root", "MASTER_ADDR": "a"},
+        {"RANK": "0"},
+        {"WORLD_SIZE": "3"},
+        {"SLURM_JOB_ID": "1"},
+    ],
 )
 def test_outside_of_both_there_is_none(variables: dict[str, str]) -> None:
     assert rank_environment(variables) is None
