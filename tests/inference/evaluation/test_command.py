@@ -138,3 +138,15 @@ def test_mistakes_give_one_line_and_exit_2(args: list[str], message: str, root: 
         main(arguments(root, tmp_path, *args))
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_tables_figures_and_page_are_logged(root: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    """To a real, offline W&B run."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    main(arguments(root, tmp_path / "out", "--wandb_project", "eval"))
+    assert "wandb sync" in capsys.readouterr().out
+    [run] = (tmp_path / "wandb").glob("offline-run-*")
+    logged = run.glob("files/media/**/*")
+    assert {path.suffix for path in logged if path.is_file()} == {".html", ".json"}
