@@ -98,9 +98,10 @@ def talk(decoder, *lines, params: SamplingParams = GREEDY, system: str | None = 
 
 @pytest.fixture(autouse=True)
 def _handler_is_restored() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGINT)
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it would be ignored
     yield
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, inherited)
 
 
 def test_every_question_comes_with_what_was_said_before() -> None:

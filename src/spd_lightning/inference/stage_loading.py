@@ -83,7 +83,7 @@ def load_stage(
             f"layers {first_layer + 1} to {last_layer} of {name_or_path!r} make no stage: a stage has at least one "
             f"layer, and the target has {shape.num_layers}"
         )
-    stage_config = _stage_config(config, first_layer, last_layer, name_or_path)
+    stage_config = _stage_config(config, first_layer, last_layer)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(stage_config, dtype=wanted_dtype)
     model.eval().requires_grad_(False)
@@ -211,6 +211,11 @@ def _open_target(name_or_path: str, dtype: TargetDtype) -> tuple[Any, TargetShap
         location = locate_target(name_or_path)
         config = AutoConfig.from_pretrained(location)
     shape, text_config = target_shape(config, name_or_path), config.get_text_config()
+    if strange := sorted(set(_layer_types(text_config)) - LAYER_TYPES):
+        raise ValueError(
+            f"target {name_or_path!r} has layers of type {', '.join(strange)}, which are not supported; supported are "
+            f"{', '.join(sorted(LAYER_TYPES))}"
+        )
     with explained_loading(name_or_path, "the weights"):
         files = WeightFiles.find(location, shape.revision)
         stored = text_config.dtype or files.stored_dtype()
@@ -218,16 +223,11 @@ def _open_target(name_or_path: str, dtype: TargetDtype) -> tuple[Any, TargetShap
     return text_config, shape, files, wanted
 
 
-def _stage_config(config: Any, first_layer: int, last_layer: int, name_or_path: str) -> Any:
+def _stage_config(config: Any, first_layer: int, last_layer: int) -> Any:
     """The text configuration, left with the stage's layers only."""
     config.num_hidden_layers = last_layer - first_layer
     if getattr(config, "layer_types", None):
         config.layer_types = list(config.layer_types[first_layer:last_layer])
-    if strange := sorted(set(_layer_types(config)) - LAYER_TYPES):
-        raise ValueError(
-            f"target {name_or_path!r} has layers of type {', '.join(strange)}, which are not supported; supported are "
-            f"{', '.join(sorted(LAYER_TYPES))}"
-        )
     return config
 
 
