@@ -54,7 +54,7 @@ CASES = {
     "top_p": Case(SamplingParams(temperature=1.0, top_p=0.8)),
     "cold": Case(SamplingParams(temperature=0.7), GAPS),
     "cold_top_k": Case(SamplingParams(temperature=0.7, top_k=2), GAPS),
-    "four_stages": Case(SamplingParams(temperature=1.0, top_k=4, top_p=0.9), GAPS, "qwen3_5", 4, 4, 150),
+    "four_stages": Case(SamplingParams(temperature=1.0, top_k=4, top_p=0.9), GAPS, "qwen3_5", 4, 4, 100),
 }
 
 
