@@ -1,6 +1,9 @@
 """`spd-infer eval` on a tiny target: what it writes, resuming, the losslessness gate, and the mistakes of users."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -140,13 +143,15 @@ def test_mistakes_give_one_line_and_exit_2(args: list[str], message: str, root: 
     assert message in capsys.readouterr().err
 
 
-def test_tables_figures_and_page_are_logged(root: Path, tmp_path: Path, monkeypatch, capsys) -> None:
-    """To a real, offline W&B run."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    main(arguments(root, tmp_path / "out", "--wandb_project", "eval"))
-    assert "wandb sync" in capsys.readouterr().out
+def test_tables_figures_and_page_are_logged(root: Path, tmp_path: Path) -> None:
+    """To a real, offline W&B run; in a process of its own, since wandb keeps the settings of the first run."""
+    command = arguments(root, tmp_path / "out", "--wandb_project", "eval")
+    variables = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "spd_lightning.inference.cli", *command],
+        env=os.environ | variables, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "wandb sync" in done.stdout
     [run] = (tmp_path / "wandb").glob("offline-run-*")
-    logged = run.glob("files/media/**/*")
-    assert {path.suffix for path in logged if path.is_file()} == {".html", ".json"}
+    assert {path.suffix for path in run.glob("files/media/**/*") if path.is_file()} == {".html", ".json"}
