@@ -98,6 +98,7 @@ def test_program_that_comes_to_its_end_passes(run: Run, source: str) -> None:
     [
         ("x = 1\nassert x == 2", "AssertionError (line 2)"),
         ("def f():\n    assert False, 'wrong\\n ➞ sum'\nf()", "AssertionError: wrong ➞ sum (line 2)"),
+        ("assert False, '\\ud800'", "AssertionError: \\ud800 (line 1)"),
         ("def f(:", "SyntaxError: invalid syntax"),
         ("return 1", "SyntaxError: 'return' outside function"),
         ("x = '\ud800'", "UnicodeEncodeError"),
