@@ -224,12 +224,13 @@ def test_a_daemon_of_its_own_session_does_not_survive(run: Run, mark: str) -> No
 
 
 @confined
-def test_nothing_survives_our_own_death(mark: str) -> None:
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_survives_our_own_death(mark: str, end: signal.Signals) -> None:
     source = f"import ctypes\nctypes.CDLL(None).prctl(15, b'{mark}')\nwhile True: pass"
     code = f"from spd_lightning.inference.evaluation.execution import *\nrun_program({source!r}, Limits(60))"
-    with subprocess.Popen([sys.executable, "-c", code]) as ours:
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as ours:
         wait_until(lambda: num_processes_named(mark) == 2)  # ours has the mark among its arguments
-        ours.send_signal(signal.SIGKILL)
+        ours.send_signal(end)
     wait_until(lambda: num_processes_named(mark) == 0)
 
 
