@@ -14,7 +14,9 @@ import yaml
 from safetensors.torch import load_file
 
 from spd_lightning.cli import main
+from spd_lightning.inference.decoder import PipelineDecoder
 from spd_lightning.modules.checkpoint import load_drafter
+from spd_lightning.modules.model_size import resolve_stage_layers
 from spd_lightning.modules.tiny_target import save_tiny_target
 
 pytestmark = [
@@ -101,6 +103,15 @@ def test_a_run_ends_with_a_drafter_folder(finished_run: Path, workspace: Path) -
     assert {f"val/p_fill_{fill}" for fill in range(1, 5)} < metrics.keys()
     assert 0 < metrics["val/coverage"] <= 1 and 1 <= metrics["val/s0"] <= 4
     assert record["provenance"]["versions"]["torch"] == torch.__version__
+
+
+def test_balanced_stages_are_resolved_in_the_drafter_and_kept_in_decoding(workspace: Path, tmp_path: Path) -> None:
+    config = write_config(workspace, tmp_path, model__stage_layers="balanced", trainer__max_steps=1)
+    main(["fit", "--config", str(config)])
+    drafter = load_drafter(tmp_path / "drafter").module
+    assert drafter.config.stage_layers == resolve_stage_layers(str(workspace / "target"), 4, "balanced") != (2, 2, 2, 2)
+    with PipelineDecoder.from_pretrained(str(tmp_path / "drafter")) as decoder:
+        assert [len(stage.modules.layers) for stage in decoder.runtime.stages] == list(drafter.config.stage_layers)
 
 
 def test_every_trained_parameter_has_moved(finished_run: Path) -> None:

@@ -4,7 +4,7 @@ from transformers import AutoModelForCausalLM
 
 from spd_lightning.modules.drafter import DrafterConfig, PipelineDraftModule
 from spd_lightning.modules.features import FeatureLayout
-from spd_lightning.modules.model_size import DrafterSize, read_target_size
+from spd_lightning.modules.model_size import DrafterSize, read_target_size, resolve_stage_layers
 from spd_lightning.modules.target_files import TINY_FAMILIES
 from spd_lightning.modules.tiny_target import tiny_config
 
@@ -84,3 +84,21 @@ def test_layers_of_both_types_are_counted_each_in_its_place(tmp_path):
     assert counted == [sum(weight.numel() for weight in layer.parameters()) for layer in model.model.layers]
     assert counted[0] != counted[1]
     assert size.head_parameters == model.lm_head.weight.numel()
+
+
+def test_balanced_stages_count_the_head_as_layers(tmp_path):
+    # A layer has 10,816 weights, the head of 1,000 rows 32,000: nearly as many as three layers.
+    tiny_config("llama", num_layers=9, vocab_size=1000).save_pretrained(tmp_path)
+    size = read_target_size(str(tmp_path))
+    assert (size.layer_parameters("full_attention"), size.head_parameters) == (10_816, 32_000)
+    assert resolve_stage_layers(str(tmp_path), 3, "balanced") == (4, 4, 1)
+
+
+def test_stage_layers_that_are_given_are_kept(tmp_path):
+    assert resolve_stage_layers("not looked at", 2, [3, 5]) == [3, 5]
+    assert resolve_stage_layers("not looked at", 2, None) is None
+    with pytest.raises(ValueError, match="stage_layers='even': give a list of layers, 'balanced', or nothing"):
+        resolve_stage_layers("not looked at", 2, "even")
+    tiny_config("llama", num_layers=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="at most 2 stages"):
+        resolve_stage_layers(str(tmp_path), 3, "balanced")

@@ -17,7 +17,7 @@ from spd_lightning.data.preparation import EncodingOptions
 from spd_lightning.data.rows import SourceRow
 from spd_lightning.data.sources import Source, iter_rows
 from spd_lightning.modules.features import FeatureLayout, RowMode, Schedule
-from spd_lightning.modules.model_size import DrafterSize, TargetSize, read_target_size
+from spd_lightning.modules.model_size import DrafterSize, TargetSize, read_target_size, resolve_stage_layers
 from spd_lightning.modules.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class ModelOptions:
     Args:
         target: folder or hub id of the target.
         num_stages: pipeline stages.
-        stage_layers: target layers per stage; as even as possible when absent.
+        stage_layers: target layers per stage, or `balanced`; as even as possible when absent.
         anchors: target layers that the drafter reads, or `auto`.
         rows: row types, `exact` or `shared`.
         schedule: `pre_step` or `post_step`.
@@ -51,7 +51,7 @@ class ModelOptions:
 
     target: str
     num_stages: int
-    stage_layers: list[int] | None = None
+    stage_layers: list[int] | Literal["balanced"] | None = None
     anchors: list[int] | Literal["auto"] = "auto"
     rows: RowMode = "exact"
     schedule: Schedule = "pre_step"
@@ -144,9 +144,8 @@ def estimate_run(model: ModelOptions, trainer: TrainerOptions, data: Any, sample
     tokenizer = load_tokenizer(model.target)
     options = EncodingOptions(turns=data.turns, max_length=data.max_length, on_long=data.on_long)
     target = read_target_size(model.target)
-    layout = FeatureLayout.build(
-        target.num_layers, model.num_stages, model.stage_layers, model.anchors, model.rows, model.schedule
-    )
+    split = resolve_stage_layers(model.target, model.num_stages, model.stage_layers)
+    layout = FeatureLayout.build(target.num_layers, model.num_stages, split, model.anchors, model.rows, model.schedule)
     drafter = DrafterSize.of(
         target,
         layout,

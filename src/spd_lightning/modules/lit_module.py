@@ -19,8 +19,10 @@ from spd_lightning.modules.draft_vocab import DraftVocab
 from spd_lightning.modules.drafter import PipelineDraftModule
 from spd_lightning.modules.drafter_config import DrafterConfig, FeatureNorm
 from spd_lightning.modules.features import FeatureLayout, RowMode, Schedule
+from spd_lightning.modules.learning_rate import use_own_rates, warmup_then_decay
 from spd_lightning.modules.losses import LossName, TargetHead, distillation_loss, full_argmax
 from spd_lightning.modules.metrics import FillAcceptance, acceptance_sums
+from spd_lightning.modules.model_size import resolve_stage_layers
 from spd_lightning.modules.resume import rewind_to_last_step
 from spd_lightning.modules.samples import DraftSamples, take_samples
 from spd_lightning.modules.sharding import shard_drafter
@@ -52,7 +54,8 @@ class DistillationModule(LightningModule):
     Args:
         target: Transformers folder or hub id of the target (Qwen3.5, Qwen3 or Llama family).
         num_stages: pipeline stages `n` that the target is cut into.
-        stage_layers: target layers per stage; as even as possible when absent.
+        stage_layers: target layers per stage; `balanced` makes stages of like weight, the head counted to the last one;
+            as even as possible when absent.
         anchors: target layers whose raw output the drafter reads, beginning with 0; `auto` takes every stage boundary.
         rows: `exact` has one row type per depth, `shared` one per anchor count (as published).
         schedule: `pre_step` drafts while the stages run; `post_step` waits for them and sees one stage more (ablation).
@@ -76,7 +79,7 @@ class DistillationModule(LightningModule):
         self,
         target: str,
         num_stages: int,
-        stage_layers: list[int] | None = None,
+        stage_layers: list[int] | Literal["balanced"] | None = None,
         anchors: list[int] | Literal["auto"] = "auto",
         rows: RowMode = "exact",
         schedule: Schedule = "pre_step",
@@ -103,7 +106,8 @@ class DistillationModule(LightningModule):
             raise ValueError(f"model.lr={lr} must be positive and model.weight_decay={weight_decay} not negative")
         self.save_hyperparameters()
         self.target_shape = shape = read_target_shape(target)
-        self.layout = FeatureLayout.build(shape.num_layers, num_stages, stage_layers, anchors, rows, schedule)
+        split = resolve_stage_layers(target, num_stages, stage_layers)
+        self.layout = FeatureLayout.build(shape.num_layers, num_stages, split, anchors, rows, schedule)
         self.validation_acceptance = FillAcceptance(num_stages)
         self.drafter: PipelineDraftModule | None = None
         self.target: FrozenTarget | None = None
@@ -245,26 +249,15 @@ class DistillationModule(LightningModule):
         optimizer = torch.optim.AdamW(
             self.drafter.parameters(), lr=self.hparams["lr"], weight_decay=self.hparams["weight_decay"]
         )
-        total, warmup = self.trainer.estimated_stepping_batches, self.hparams["warmup_steps"]
-        if math.isinf(total):
-            raise ValueError("the learning rate needs to know where the run ends: set trainer.max_epochs or max_steps")
-
-        def factor(step: int) -> float:
-            if step < warmup:
-                return (step + 1) / warmup
-            return max(0.0, (total - step) / max(1, total - warmup))
-
+        factor = warmup_then_decay(self.hparams["warmup_steps"], self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
         """The run's own learning rate and weight decay win over those of a checkpoint that it resumes."""
         [optimizer], [config] = self.trainer.optimizers, self.trainer.lr_scheduler_configs
-        scheduler, lr = cast(torch.optim.lr_scheduler.LambdaLR, config.scheduler), self.hparams["lr"]
-        scheduler.base_lrs = [lr] * len(optimizer.param_groups)
-        for group, factor in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
-            group |= {"initial_lr": lr, "lr": lr * factor(scheduler.last_epoch)}
-            group["weight_decay"] = self.hparams["weight_decay"]
+        scheduler = cast(torch.optim.lr_scheduler.LambdaLR, config.scheduler)
+        use_own_rates(optimizer, scheduler, self.hparams["lr"], self.hparams["weight_decay"])
 
     def drafter_record(self) -> dict[str, Any]:
         """What a drafter folder says of this drafter beside its weights."""

@@ -1,9 +1,11 @@
 """Weights of target and drafter, counted from their configurations. Builds no model; importing it is cheap."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from spd_lightning.modules.features import FeatureLayout
+from spd_lightning.modules.partition import balanced_stage_layers
 from spd_lightning.modules.target_files import read_model_config
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2, "fp32": 4}
@@ -141,6 +143,28 @@ def read_target_size(name_or_path: str) -> TargetSize:
         linear=_linear_attention(config) if "linear_attention" in layer_types else None,
         dtype=config["dtype"],
     )
+
+
+def resolve_stage_layers(
+    name_or_path: str, num_stages: int, stage_layers: Sequence[int] | str | None
+) -> Sequence[int] | None:
+    """Layers per stage of a target: `balanced` becomes numbers, anything else is as given.
+
+    Balanced by weights, the head's included: a forward of one token takes as long as it takes to read them. `spd-infer
+    plan --measure` balances by measured times; what it proposes can be given as a list.
+
+    Raises:
+        ValueError: if the target cannot be read, a stage would be empty, or another word is given.
+    """
+    if not isinstance(stage_layers, str):
+        return stage_layers
+    if stage_layers != "balanced":
+        raise ValueError(
+            f"stage_layers={stage_layers!r}: give a list of layers, 'balanced', or nothing for even stages"
+        )
+    size = read_target_size(name_or_path)
+    weights = [size.layer_parameters(layer_type) for layer_type in size.layer_types]
+    return balanced_stage_layers(weights, num_stages, size.head_parameters)
 
 
 def _linear_attention(config: dict[str, Any]) -> LinearAttentionSize:

@@ -155,3 +155,40 @@ def test_tables_figures_and_page_are_logged(root: Path, tmp_path: Path) -> None:
     assert "wandb sync" in done.stdout
     [run] = (tmp_path / "wandb").glob("offline-run-*")
     assert {path.suffix for path in run.glob("files/media/**/*") if path.is_file()} == {".html", ".json"}
+
+
+def test_tasks_and_own_questions_are_asked_together(root: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tasks" / "mt_bench"
+    folder.mkdir(parents=True)
+    (folder / "question.jsonl").write_text(json.dumps({**QUESTIONS[0], "question_id": 7}) + "\n")
+    main(
+        arguments(
+            root, tmp_path / "out", "--tasks", "mt_bench", "--task_dir", str(tmp_path / "tasks"), "--num_prompts", "1"
+        )
+    )
+    assert [(s["task"], s["question_id"]) for s in lines(tmp_path / "out")] == [("mt_bench", "7")] * 2 + [
+        ("own", "one")
+    ] * 2
+
+
+def test_answers_of_a_file_that_has_changed_are_not_mixed_in(root: Path, tmp_path: Path, capsys) -> None:
+    """A drafter trained anew under the same name, or other questions in a file of the same name."""
+    save_folders(tmp_path, num_stages=2, name="mine")
+    questions = tmp_path / "asked.jsonl"
+    questions.write_text(json.dumps(QUESTIONS[2]) + "\n")
+    args = arguments(
+        root, tmp_path / "out", "--drafter", str(tmp_path / "mine"), "--questions", str(questions), "--methods", "spd"
+    )
+    main(args)
+    main(args)
+    made = lines(tmp_path / "out")
+    questions.write_text(json.dumps({**QUESTIONS[2], "turns": ["Name a number."]}) + "\n")
+    with pytest.raises(SystemExit):
+        main(args)
+    assert "made with another file as questions asked than" in capsys.readouterr().err
+    questions.write_text(json.dumps(QUESTIONS[2]) + "\n")
+    save_folders(tmp_path, num_stages=4, name="mine")
+    with pytest.raises(SystemExit):
+        main(args)
+    assert "made with another file as drafter mine than" in capsys.readouterr().err
+    assert lines(tmp_path / "out") == made

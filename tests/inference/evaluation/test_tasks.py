@@ -91,11 +91,11 @@ def test_a_prompt_without_tests_is_refused(task_dir: Path) -> None:
         load_questions(["humaneval"], task_dir, None, 1)
 
 
-def test_a_file_of_questions_is_asked_in_place_of_the_tasks(tmp_path: Path) -> None:
+def test_questions_come_from_a_file(tmp_path: Path) -> None:
     rows = [gsm8k(1, reference=["no number"]), "", {"question_id": 2, "category": "x", "turns": ["Zoë?"], "more": 1}]
     path = write(tmp_path / "own.jsonl", *rows)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert load_questions(["mt_bench"], None, path, 80) == [
+    assert load_questions([], None, path, 80) == [
         Question("own", "1", "math", ("What is 1 + 1?",), "no number"),
         Question("own", "2", "x", ("Zoë?",)),
     ]

@@ -17,7 +17,7 @@ from spd_lightning.inference.planning.plan import (
     best_plan,
 )
 from spd_lightning.modules.features import FeatureLayout
-from spd_lightning.modules.model_size import TargetSize
+from spd_lightning.modules.model_size import TargetSize, resolve_stage_layers
 
 ASSUMED = Assumptions(p=0.8, overhead_ms=0.1, link_ms=0.0, max_length=4096)
 QUARTERS = DrafterOptions("quarters", "pre_step", 50_000)
@@ -110,6 +110,13 @@ def test_qwen_4b_in_figures(qwen_costs):
     # Filling, the drafter is slower than five layers: 0.2 x 7 such cycles for each full one.
     mean = (0.621 + 0.2 * 7 * draft / 2400e6) / 2.4 + 0.1
     assert prediction.speedup == pytest.approx(3.562 / 2.4 / mean, rel=1e-3)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4, 8, 16])
+@pytest.mark.parametrize("name", ["4B", "9B"])
+def test_training_balances_as_the_plan_does(qwen_costs, qwen_folder, name, num_stages):
+    planned = qwen_planner(qwen_costs(name)).splits(num_stages)["balanced"]
+    assert resolve_stage_layers(str(qwen_folder(name)), num_stages, "balanced") == planned
 
 
 @pytest.mark.parametrize("name", ["4B", "9B"])

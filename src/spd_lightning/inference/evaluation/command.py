@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from spd_lightning.inference.arguments import add_decoding_arguments, opened_decoder, run_on_ranks, sampling_params
 from spd_lightning.inference.profile import NOTES, profile_by_fill
+from spd_lightning.modules.checkpoint import WEIGHTS_FILE
 
 if TYPE_CHECKING:
     from spd_lightning.inference.decoder import PipelineDecoder
@@ -35,9 +36,9 @@ def add_eval_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--drafter", type=str, nargs="+", required=True, help="drafter folders, all for one target")
     add("--out", type=Path, required=True, help="folder of the results; a run that was stopped goes on from it")
-    add("--tasks", type=str, nargs="+", default=TASKS, help=f"of {', '.join(TASKS)}")
+    add("--tasks", type=str, nargs="+", default=None, help=f"of {', '.join(TASKS)}; all, unless questions are given")
     add("--task_dir", type=Path | None, default=None, help="folder of the tasks' files; the hub when absent")
-    add("--questions", type=Path | None, default=None, help="JSON lines of your own questions instead of tasks")
+    add("--questions", type=Path | None, default=None, help="JSON lines of your own questions")
     add("--num_prompts", type=int, default=80, help="of each task, the first ones")
     add("--turns", type=str, choices=["first", "all"], default="first", help="of questions that have several")
     add("--methods", type=str, nargs="+", default=["ar", "spd"], help="of ar, generate (Transformers') and spd")
@@ -52,7 +53,8 @@ def run_eval(given: Namespace, args: Sequence[str]) -> None:
     from spd_lightning.inference.evaluation.tasks import load_questions
 
     check_arguments(given)
-    questions = load_questions(given.tasks, given.task_dir, given.questions, given.num_prompts)
+    tasks = given.tasks if given.tasks is not None else [] if given.questions else TASKS
+    questions = load_questions(tasks, given.task_dir, given.questions, given.num_prompts)
     run_on_ranks(given, args, lambda: evaluate(given, args, questions))
 
 
@@ -95,7 +97,11 @@ def evaluate(given: Namespace, args: Sequence[str], questions: Sequence["Questio
             if not decoder.is_lead:
                 decoder.follow()
                 continue
-            journal = journal or SampleJournal(given.out, settings(given, decoder))
+            if journal is None:
+                journal = SampleJournal(given.out, settings(given, decoder))
+                if given.questions is not None:
+                    journal.pin(f"questions {given.questions.stem}", given.questions)
+            journal.pin(f"drafter {label}", Path(folder) / WEIGHTS_FILE)
             evaluation = Evaluation(
                 decoder,
                 make_methods(given, decoder, label),
@@ -202,7 +208,7 @@ def report(
     summary = make_summary(
         samples,
         command=shlex.join(["spd-infer", *args]),
-        settings=json.loads((given.out / "settings.json").read_text(encoding="utf-8")),
+        settings=journal.settings,
         machine=machine(),
         versions={name: version(name) for name in ("spd-lightning", "torch", "transformers")},
         **facts,

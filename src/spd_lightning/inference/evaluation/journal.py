@@ -1,5 +1,6 @@
 """Samples as they are made: a file of JSON lines that a stopped run goes on from. Knows no models."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -9,6 +10,8 @@ from typing import Any
 from spd_lightning.inference.evaluation.sample import Sample, SampleKey
 
 SETTINGS_FILE, SAMPLES_FILE = "settings.json", "per_sample.jsonl"
+FILES = "files"
+"""Of the settings: fingerprints of what answers depend on and know by name only."""
 
 
 class SampleJournal:
@@ -25,7 +28,9 @@ class SampleJournal:
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / SAMPLES_FILE
-        self._check_settings(folder / SETTINGS_FILE, settings)
+        self.settings_path = folder / SETTINGS_FILE
+        self.settings: dict[str, Any]
+        self._check_settings(settings)
         self.samples: dict[SampleKey, Sample] = {}
         if self.path.exists():
             self._read()
@@ -44,16 +49,38 @@ class SampleJournal:
         wanted = set(prompts)
         return [sample for sample in self.samples.values() if sample.prompt[:2] in wanted]
 
-    def _check_settings(self, path: Path, settings: dict[str, Any]) -> None:
-        if not path.exists():
-            scratch = path.with_suffix(".part")
-            scratch.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-            os.replace(scratch, path)
+    def pin(self, name: str, path: Path) -> None:
+        """Notes which file goes by a name; answers of another one, a drafter trained anew say, are not mixed in.
+
+        Raises:
+            ValueError: if it was another file when this folder's answers were made.
+        """
+        with path.open("rb") as file:
+            fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+        files = self.settings.setdefault(FILES, {})
+        if files.setdefault(name, fingerprint) != fingerprint:
+            raise ValueError(
+                f"{self.path.parent} holds answers made with another file as {name} than {path}: use another --out"
+            )
+        self._write_settings()
+
+    def _check_settings(self, settings: dict[str, Any]) -> None:
+        if not self.settings_path.exists():
+            self.settings = settings
+            self._write_settings()
             return
-        before = json.loads(path.read_text(encoding="utf-8"))
-        if different := sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key)):
+        self.settings = before = json.loads(self.settings_path.read_text(encoding="utf-8"))
+        keys = before.keys() | settings.keys()
+        if different := sorted(key for key in keys - {FILES} if before.get(key) != settings.get(key)):
             changes = ", ".join(f"{key} {before.get(key)!r} instead of {settings.get(key)!r}" for key in different)
-            raise ValueError(f"{path.parent} holds answers made with other settings ({changes}): use another --out")
+            raise ValueError(
+                f"{self.path.parent} holds answers made with other settings ({changes}): use another --out"
+            )
+
+    def _write_settings(self) -> None:
+        scratch = self.settings_path.with_suffix(".part")
+        scratch.write_text(json.dumps(self.settings, indent=1) + "\n", encoding="utf-8")
+        os.replace(scratch, self.settings_path)
 
     def _read(self) -> None:
         kept = 0

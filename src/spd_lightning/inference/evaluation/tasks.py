@@ -58,7 +58,7 @@ def load_questions(
         task_dir: folder with `mt_bench/question.jsonl`, `gsm8k/question.jsonl`, and for HumanEval
             `humaneval/question.jsonl` and `humaneval/HumanEval.jsonl`, where its tests are; without it the tasks come
             from the hub.
-        questions: a file of questions in the same form to be asked in place of the tasks; its name is the task's.
+        questions: a file of questions in the same form, asked after the tasks; its name is the task's.
         num_prompts: at least 1.
 
     Raises:
@@ -73,16 +73,14 @@ def load_questions(
         raise ValueError(f"there is nothing to ask: name tasks ({', '.join(TASKS)}) or a file of questions")
     if num_prompts < 1:
         raise ValueError(f"num_prompts is {num_prompts}, but must be at least 1")
-    if questions is not None:
-        if questions.stem in TASKS:
-            raise ValueError(
-                f"{questions} has the name of the task {questions.stem!r}: rename it, or use a task folder"
-            )
-        return list(_questions(questions.stem, islice(_file_rows(questions), num_prompts)))
+    if questions is not None and questions.stem in TASKS:
+        raise ValueError(f"{questions} has the name of the task {questions.stem!r}: rename it, or use a task folder")
     found: list[Question] = []
     for task in tasks:
         rows = _hub_rows(task, num_prompts) if task_dir is None else _local_rows(task, task_dir, num_prompts)
         found += _questions(task, rows)
+    if questions is not None:
+        found += _questions(questions.stem, islice(_file_rows(questions), num_prompts))
     return found
 
 
