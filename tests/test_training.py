@@ -1,10 +1,13 @@
 """`spd-train` end to end on tiny targets: weights, resume, distributed strategies, artifacts, mistakes."""
 
+import csv
 import json
 import os
 import random
 import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 
 from spd_lightning.cli import main
+from spd_lightning.data.loader import ReplicatedRows
 from spd_lightning.inference.decoder import PipelineDecoder
 from spd_lightning.modules.checkpoint import load_drafter
 from spd_lightning.modules.model_size import resolve_stage_layers
@@ -25,6 +29,12 @@ pytestmark = [
 ]
 REPO = Path(__file__).resolve().parents[1]
 CALLBACKS = [{"class_path": f"spd_lightning.callbacks.{name}"} for name in ("DrafterCheckpoint", "AcceptanceReport", "SampleDrafts", "Throughput")]  # fmt: skip
+
+LOGGED_FIGURES = (
+    "tokens_per_s", "supervised_tokens_per_s", "padding_share", "data_wait_share", "peak_memory_gib"
+)  # fmt: skip
+
+TOKEN_BUDGET = {"data__batch_size": None, "data__max_length": 160, "data__tokens_per_batch": 512}
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +124,40 @@ def test_balanced_stages_are_resolved_in_the_drafter_and_kept_in_decoding(worksp
         assert [len(stage.modules.layers) for stage in decoder.runtime.stages] == list(drafter.config.stage_layers)
 
 
+def test_a_run_logs_how_fast_it_trains(finished_run: Path) -> None:
+    with (finished_run / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["train/tokens_per_s"]]
+    assert len(rows) == 12  # 48 rows in batches of 4, each logged
+    figures = {name: [float(row[f"train/{name}"]) for row in rows] for name in LOGGED_FIGURES}
+    assert all(
+        0 < few < all for few, all in zip(figures["supervised_tokens_per_s"], figures["tokens_per_s"], strict=True)
+    )
+    assert all(0 <= share < 1 for name in ("padding_share", "data_wait_share") for share in figures[name])
+    assert max(figures["padding_share"]) > 0 < max(figures["data_wait_share"])
+    assert figures["peak_memory_gib"] == sorted(figures["peak_memory_gib"])
+    assert "train/flops_utilisation" not in rows[0]  # of no CPU is it known what it can do
+
+
+def test_a_slow_loader_is_warned_of_once(workspace: Path, tmp_path: Path, monkeypatch) -> None:
+    read = ReplicatedRows.__getitem__
+
+    def slow(rows, batch):
+        time.sleep(0.2)
+        return read(rows, batch)
+
+    monkeypatch.setattr(ReplicatedRows, "__getitem__", slow)
+    callbacks = [{"class_path": "spd_lightning.callbacks.Throughput", "init_args": {"peak_tflops": 1e-3}}]
+    config = write_config(workspace, tmp_path, trainer__callbacks=callbacks, trainer__max_steps=6)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        main(["fit", "--config", str(config), "--trainer.limit_val_batches", "0"])
+    told = [str(warning.message) for warning in caught if "loader is the bottleneck" in str(warning.message)]
+    assert len(told) == 1 and "give data.num_workers more than 0" in told[0]
+    with (tmp_path / "metrics.csv").open() as file:
+        shares = [float(row["train/flops_utilisation"]) for row in csv.DictReader(file)]
+    assert len(shares) == 6 and all(0 < share < 10 for share in shares)
+
+
 def test_every_trained_parameter_has_moved(finished_run: Path) -> None:
     for name, value in weights(finished_run).items():
         if name.endswith("norm.weight") or ".norms." in name:
@@ -141,12 +185,14 @@ def test_samples_and_reports_lie_beside_the_run(finished_run: Path) -> None:
     assert (finished_run / "data_report.json").is_file() and (finished_run / "config.yaml").is_file()
 
 
-@pytest.mark.parametrize(("accumulate", "batches"), [(1, 5), (3, 7)])
+@pytest.mark.parametrize(
+    ("accumulate", "batches", "size"), [(1, 5, {}), (3, 7, {}), (1, 5, TOKEN_BUDGET), (3, 16, TOKEN_BUDGET)]
+)
 def test_sigterm_saves_and_the_resumed_run_has_the_same_weights(
-    workspace: Path, tmp_path: Path, accumulate: int, batches: int
+    workspace: Path, tmp_path: Path, accumulate: int, batches: int, size: dict
 ) -> None:
     """Bit for bit, with the epoch cut in the middle, also amid an accumulation window."""
-    settings = {"trainer__max_epochs": 2, "trainer__accumulate_grad_batches": accumulate}
+    settings = {"trainer__max_epochs": 2, "trainer__accumulate_grad_batches": accumulate} | size
 
     def run(name: str, *args: str, **changes) -> Path:
         folder = tmp_path / name
@@ -217,6 +263,31 @@ def test_accumulated_steps_weigh_tokens_as_one_joined_batch_does(workspace: Path
     )
     for index, state in joined.items():
         torch.testing.assert_close(parts[index]["exp_avg"], state["exp_avg"], rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [{"data__batch_size": 7}, TOKEN_BUDGET], ids=["rows", "tokens"])
+def test_a_step_of_unequal_batches_has_the_gradient_of_their_joined_batch(
+    size: dict, workspace: Path, tmp_path: Path
+) -> None:
+    """In float64; batches differ in rows, length and supervised tokens, and end the epoch before the step is full."""
+    save_tiny_target(tmp_path / "target", "qwen3", 8)
+    common = {"trainer__precision": "64-true", "trainer__gradient_clip_val": None, "model__warmup_steps": 1}
+    model = ["--model.target", str(tmp_path / "target"), "--model.target_dtype", "float64"]
+    parts = {"trainer__accumulate_grad_batches": 50} | size
+    for name, changes in (("joined", {"data__batch_size": 48}), ("parts", parts)):
+        callbacks = [*CALLBACKS, extra("RecordBatches", path=str(tmp_path / f"{name}.txt"))]
+        changes |= common | {"trainer__callbacks": callbacks}
+        main(["fit", "--config", str(write_config(workspace, tmp_path / name, **changes)), *model])
+    checkpoints = [
+        torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True) for name in ("joined", "parts")
+    ]
+    assert [checkpoint["global_step"] for checkpoint in checkpoints] == [1, 1]
+    assert len((tmp_path / "joined.txt").read_text().splitlines()) == 1
+    assert len((tmp_path / "parts.txt").read_text().splitlines()) > 6
+    joined, parts = (checkpoint["optimizer_states"][0]["state"] for checkpoint in checkpoints)
+    for index, state in joined.items():
+        assert state["exp_avg"].dtype == torch.float64
+        torch.testing.assert_close(parts[index]["exp_avg"], state["exp_avg"], rtol=1e-10, atol=1e-14)
 
 
 def test_a_wandb_run_has_metrics_config_and_samples(workspace: Path, tmp_path: Path, monkeypatch, caplog) -> None:

@@ -1,5 +1,6 @@
 """Batches in the sampler's order, from where training stands. Knows no trainer: it is told the position."""
 
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from spd_lightning.data.corpus import RowSet
 from spd_lightning.data.replication import Replicator
-from spd_lightning.data.sampler import BatchRows, LengthBucketedSampler
+from spd_lightning.data.sampler import BatchRows, EpochSampler
 from spd_lightning.modules.batch import ReplicatedBatch
 
 
@@ -45,7 +46,7 @@ class BatchLoader:
     def __init__(
         self,
         data: ReplicatedRows,
-        sampler: LengthBucketedSampler,
+        sampler: EpochSampler,
         position: Callable[[], tuple[int, int]],
         order: dict[str, Any] | None = None,
         num_workers: int = 0,
@@ -54,6 +55,8 @@ class BatchLoader:
         self._position = position
         self._order = order or {}
         self._resumed_order: dict[str, Any] | None = None
+        self.waited_seconds = 0.0
+        """How long whoever takes batches has waited for them, as far as no GPU was working meanwhile."""
         self._batches: DataLoader[ReplicatedBatch] = DataLoader(
             data,
             sampler=sampler,
@@ -77,7 +80,15 @@ class BatchLoader:
             )
         self._resumed_order = None
         self._sampler.seek(epoch, start)
-        yield from self._batches
+        batches = iter(self._batches)
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, None)
+            if not _gpu_is_busy():
+                self.waited_seconds += time.perf_counter() - began
+            if batch is None:
+                return
+            yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """What the order depends on (the position is the trainer's)."""
@@ -86,3 +97,8 @@ class BatchLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keeps the order of the run that is resumed, to compare."""
         self._resumed_order = state
+
+
+def _gpu_is_busy() -> bool:
+    """Whether a GPU of this process still works on what it was given: then nothing waits for the loader."""
+    return torch.cuda.is_initialized() and not torch.cuda.current_stream().query()

@@ -41,7 +41,7 @@ def test_reading_changes_nothing(folder: Path) -> None:
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no folder .*nowhere"):
+    with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
         load_folder(tmp_path / "nowhere")
 
 

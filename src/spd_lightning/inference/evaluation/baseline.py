@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from spd_lightning.inference.answer import Run
-from spd_lightning.inference.runtime.local import LocalRuntime
 from spd_lightning.inference.sampling import SamplingParams
-from spd_lightning.modules.target import FrozenTarget, TargetDtype
+from spd_lightning.modules.target import FrozenTarget
 
 if TYPE_CHECKING:
     from spd_lightning.inference.decoder import PipelineDecoder
@@ -36,17 +35,15 @@ class TokenQueue:
 
 
 def generate_starter(
-    decoder: "PipelineDecoder", dtype: TargetDtype
+    decoder: "PipelineDecoder", target: FrozenTarget
 ) -> Callable[[Sequence[Mapping[str, str]], SamplingParams], Run]:
     """How to begin an answer by `generate`; its sampling draws from torch's generator, seeded for each answer.
 
     Args:
-        decoder: in one process; its target is loaded once more, as a whole.
-        dtype: of the target.
+        decoder: whose tokenizer and limits hold.
+        target: the whole target, in the decoder's dtype and on its device.
     """
-    runtime = decoder.runtime
-    assert isinstance(runtime, LocalRuntime)
-    target = FrozenTarget.from_pretrained(decoder.target_name, dtype, runtime.device)
+    device = target.head_weight.device
 
     def start(messages: Sequence[Mapping[str, str]], params: SamplingParams) -> Run:
         ids, params = decoder.checked(messages, params)
@@ -57,7 +54,7 @@ def generate_starter(
             try:
                 if not params.is_greedy:
                     torch.manual_seed(params.seed or 0)
-                prompt = torch.tensor([ids], device=runtime.device)
+                prompt = torch.tensor([ids], device=device)
                 law = (params.temperature, params.top_k, params.top_p)
                 how = (params.max_new_tokens, not params.is_greedy, *law)
                 target.generate(prompt, torch.ones_like(prompt), *how, eos_token_ids=eos_ids, streamer=queue)

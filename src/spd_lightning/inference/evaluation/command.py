@@ -41,7 +41,7 @@ def add_eval_arguments(parser: ArgumentParser) -> None:
     add("--questions", type=Path | None, default=None, help="JSON lines of your own questions")
     add("--num_prompts", type=int, default=80, help="of each task, the first ones")
     add("--turns", type=str, choices=["first", "all"], default="first", help="of questions that have several")
-    add("--methods", type=str, nargs="+", default=["ar", "spd"], help="of ar, generate (Transformers') and spd")
+    add("--methods", type=str, nargs="+", default=["ar", "spd"], help="of ar, compiled, generate (Transformers') and spd")
     add("--check_lossless", type=bool, default=False, help="exit with 3 if a greedy answer is not plain decoding's")
     add("--execute_code", type=bool, default=False, help="score HumanEval by running what the model wrote, confined")
     add("--wandb_project", type=str | None, default=None, help="log tables and figures to this W&B project")
@@ -60,14 +60,14 @@ def run_eval(given: Namespace, args: Sequence[str]) -> None:
 
 def check_arguments(given: Namespace) -> None:
     """Raises `ValueError` for what cannot be evaluated."""
-    from spd_lightning.inference.evaluation.runner import METHODS
+    from spd_lightning.inference.evaluation.runner import METHODS, WHOLE_TARGET_METHODS
 
     if unknown := [method for method in given.methods if method not in METHODS]:
         raise ValueError(f"methods {unknown}: known are {', '.join(METHODS)}")
     if given.check_lossless and not {"ar", "spd"} <= set(given.methods):
         raise ValueError("check_lossless compares spd with ar: --methods needs both")
-    if "generate" in given.methods and given.runtime == "distributed":
-        raise ValueError("generate needs the whole target in one process: leave it out, or use --runtime local")
+    if given.runtime == "distributed" and (whole := sorted(WHOLE_TARGET_METHODS & set(given.methods))):
+        raise ValueError(f"{whole} need the whole target in one process: leave them out, or use --runtime local")
     if given.num_prompts < 1:
         raise ValueError(f"num_prompts={given.num_prompts}: at least one is needed")
     labels = drafter_labels(given.drafter)
@@ -135,13 +135,21 @@ def settings(given: Namespace, decoder: "PipelineDecoder") -> dict[str, Any]:
 def make_methods(given: Namespace, decoder: "PipelineDecoder", label: str) -> list[Any]:
     """The ways to answer, plain decoding first: others are compared with it."""
     from spd_lightning.inference.evaluation.baseline import generate_starter
-    from spd_lightning.inference.evaluation.runner import METHODS, Method
+    from spd_lightning.inference.evaluation.compiled import compiled_starter
+    from spd_lightning.inference.evaluation.runner import METHODS, WHOLE_TARGET_METHODS, Method
+    from spd_lightning.inference.runtime.local import LocalRuntime
+    from spd_lightning.modules.target import FrozenTarget
 
+    whole: Any = None
+    if WHOLE_TARGET_METHODS & set(given.methods):
+        assert isinstance(decoder.runtime, LocalRuntime)
+        whole = FrozenTarget.from_pretrained(decoder.target_name, given.dtype, decoder.runtime.device)
     clock = "virtual" if given.runtime == "virtual" else "wall"
     devices = decoder.runtime.num_devices
     makers = {
         "ar": lambda: Method("ar", None, decoder.start_autoregressive, devices if clock == "wall" else 1, clock),
-        "generate": lambda: Method("generate", None, generate_starter(decoder, given.dtype), 1, clock),
+        "compiled": lambda: Method("compiled", None, compiled_starter(decoder, whole), 1, clock),
+        "generate": lambda: Method("generate", None, generate_starter(decoder, whole), 1, clock),
         "spd": lambda: Method("spd", label, decoder.start, devices, clock),
     }
     return [makers[name]() for name in METHODS if name in given.methods]

@@ -12,7 +12,9 @@ from spd_lightning.inference.evaluation.sample import Clock, FirstDifference, Sa
 from spd_lightning.inference.evaluation.tasks import Question
 from spd_lightning.inference.sampling import SamplingParams
 
-METHODS = ("ar", "generate", "spd")
+METHODS = ("ar", "compiled", "generate", "spd")
+WHOLE_TARGET_METHODS = {"compiled", "generate"}
+"""Baselines that run the whole target in one process, beside the stages."""
 Score = Callable[[Question, str], bool | None]
 Start = Callable[[Sequence[Mapping[str, str]], SamplingParams], Run]
 
@@ -123,7 +125,7 @@ class Evaluation:
         has_drafter = method.drafter is not None
         judgements = () if stats is None else tuple((j.position, j.fill, j.accepted) for j in stats.judgements)
         token_ids, start = tuple(run.token_ids), len(run.prompt)
-        same_law = params.is_greedy or (params.verify == "coupled" and method.name != "generate")
+        same_law = params.is_greedy or (params.verify == "coupled" and method.name not in WHOLE_TARGET_METHODS)
         compared = plain is not None and method.name != "ar" and same_law
         difference = self._difference(plain, token_ids, run.prompt, params) if compared and plain is not None else None
         return Sample(
