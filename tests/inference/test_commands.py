@@ -81,25 +81,28 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 
 class Command:
-    """`spd-infer generate` as processes that are all marked by a variable of their environment.
+    """A command of `spd-infer` as processes that are all marked by a variable of their environment.
 
     Args:
+        name: of the command, with what only it takes.
         drafter: a drafter folder.
         args: further arguments.
         launcher: module and arguments of what starts the ranks; the command itself when absent.
         folder: for what it prints.
     """
 
-    def __init__(self, drafter: str, args: tuple[str, ...], launcher: tuple[str, ...], folder: Path) -> None:
+    def __init__(
+        self, name: tuple[str, ...], drafter: str, args: tuple[str, ...], launcher: tuple[str, ...], folder: Path
+    ) -> None:
         self.mark = f"SPD_TEST_MARK={uuid.uuid4().hex}"
-        name, value = self.mark.split("=")
+        variable, value = self.mark.split("=")
         threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
         self.errors = folder / f"{value}.txt"
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, *launcher, "-m", "spd_lightning.inference.cli", "generate"]
-                + ["--runtime", "distributed", "--drafter", drafter, "--prompt", PROMPT, "--timeout", "60", *args],
-                env=os.environ | threads | {name: value},
+                [sys.executable, *launcher, "-m", "spd_lightning.inference.cli", *name]
+                + ["--runtime", "distributed", "--drafter", drafter, "--timeout", "60", *args],
+                env=os.environ | threads | {variable: value},
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,
@@ -148,8 +151,10 @@ Spawn = Callable[..., Command]
 def spawn(folders: Folders, tmp_path: Path) -> Iterator[Spawn]:
     commands: list[Command] = []
 
-    def spawn(*args: str, launcher: tuple[str, ...] = ()) -> Command:
-        commands.append(Command(folders.drafter, args, launcher, tmp_path))
+    def spawn(
+        *args: str, name: tuple[str, ...] = ("generate", "--prompt", PROMPT), launcher: tuple[str, ...] = ()
+    ) -> Command:
+        commands.append(Command(name, folders.drafter, args, launcher, tmp_path))
         return commands[-1]
 
     yield spawn
@@ -385,3 +390,35 @@ def test_ctrl_c_at_the_command_that_started_the_ranks_ends_all(spawn: Spawn) -> 
     code, _, said = command.end()
     assert (code, said) == (128 + signal.SIGINT, ["spd-infer: interrupted"])
     assert command.has_left()
+
+
+def test_eval_of_several_ranks_measures_and_writes_once(spawn: Spawn, tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text(json.dumps({"question_id": 1, "category": "x", "turns": ["Count."]}) + "\n")
+    command = spawn(
+        *("--max_new_tokens", "8", "--max_length", "64", "--temperature", "0", "1", "--seed", "1"),
+        *("--out", str(tmp_path / "out"), "--check_lossless", "true"),
+        name=("eval", "--questions", str(tmp_path / "own.jsonl")),
+    )
+    code, printed, said = command.end()
+    assert code == 0, said
+    assert "lossless: 1 of 1 greedy answers" in printed
+    samples = [json.loads(line) for line in (tmp_path / "out" / "per_sample.jsonl").read_text().splitlines()]
+    assert [(s["method"], s["temperature"]) for s in samples] == [("ar", 0), ("spd", 0), ("ar", 1), ("spd", 1)]
+    assert all(s["num_devices"] == NUM_STAGES + 1 and s["clock"] == "wall" for s in samples)
+    assert all(len(s["token_ids"]) == 8 and s["decode_seconds"] > 0 for s in samples)
+
+
+def test_profile_of_several_ranks_has_the_parts_of_all(spawn: Spawn, tmp_path: Path) -> None:
+    command = spawn(
+        *("--max_new_tokens", "8", "--max_length", "64", "--out", str(tmp_path / "out")),
+        name=("profile", "--prompt", PROMPT),
+    )
+    code, printed, said = command.end()
+    assert code == 0, said
+    assert "slack" in printed
+    levels = json.loads((tmp_path / "out" / "profile.json").read_text())["fills"]
+    assert [level["fill"] for level in levels] == [1, 2]
+    parts = {"PDM", "stage 1", "stage 2", "verification", "communication", "synchronisation"}
+    assert set(levels[-1]["parts_ms"]) == parts
+    for level in levels:
+        assert all(0 < milliseconds < 2 * level["cycle_ms"] for milliseconds in level["parts_ms"].values())
