@@ -1,13 +1,17 @@
 """The frozen target against Transformers' own forward, for every family, with the real layer counts and types."""
 
 import json
+import shutil
+import warnings
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.models.qwen3_5 import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
+from spd_lightning.modules import target as target_module
 from spd_lightning.modules.target import FrozenTarget, read_target_shape, target_shape
 from spd_lightning.modules.tiny_target import random_model, save_tiny_target, tiny_config
 from tests.modules.conftest import make_target
@@ -52,6 +56,42 @@ def test_the_final_norm_gain_is_the_factor_that_is_applied(family: str) -> None:
     normed = x / (x.pow(2).mean(-1, keepdim=True) + target.shape.rms_norm_eps).sqrt()
     expected = normed * target.final_norm_gain.double()
     torch.testing.assert_close(target.model.model.norm(x), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
+@pytest.mark.parametrize(("name", "num_programs"), [("llama", 1), ("qwen3_5", 2)])
+def test_compiled_layers_give_the_same_states_by_few_programs(name: str, num_programs: int) -> None:
+    """One program for all layers of a kind and all lengths: of Qwen3.5, attention layers and the MLP of the others."""
+    plain, compiled = make_target(name, 8), make_target(name, 8)
+    torch.compiler.reset()
+    compiled.compile_layers()
+    counters.clear()
+    for seq in (40, 71, 130, 200, 9):
+        ids = tokens(2, seq)
+        mask = torch.ones_like(ids)
+        mask[1, seq // 2 :] = 0
+        expected, found = (target.forward(ids, mask, (0, 3, 7)) for target in (plain, compiled))
+        for one, other in zip((*expected.anchors, expected.last), (*found.anchors, found.last), strict=True):
+            torch.testing.assert_close(other[mask == 1], one[mask == 1], rtol=0, atol=1e-4)
+    assert counters["stats"]["unique_graphs"] == num_programs
+
+
+def test_slow_layers_are_told_of_on_a_gpu_only(monkeypatch) -> None:
+    target, other = make_target("qwen3_5"), make_target("llama")
+    monkeypatch.setattr(target_module, "find_spec", lambda name: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        target.warn_of_slow_layers()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with pytest.warns(
+        UserWarning, match=r"flash-linear-attention and causal-conv1d not installed.*spd-lightning\[gpu\]"
+    ):
+        target.warn_of_slow_layers()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.warn_of_slow_layers()
+        monkeypatch.setattr(target_module, "find_spec", lambda name: name)
+        target.warn_of_slow_layers()
 
 
 def test_right_padding_is_exact(family: str) -> None:

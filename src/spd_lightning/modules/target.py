@@ -1,8 +1,10 @@
 """The frozen target: the only file that knows Hugging Face model internals. Knows no drafter and no ranks."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal, cast
 
 import torch
@@ -25,6 +27,9 @@ LOADING_ERRORS = (
     OSError, ValueError, KeyError, AttributeError, TypeError, RuntimeError, SafetensorError, StrictDataclassError
 )  # fmt: skip
 """What Transformers raises for configurations and weights that are damaged or do not fit each other."""
+
+FAST_RECURRENCE = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
+"""Modules that Transformers runs Gated DeltaNet layers with where they are installed, and their packages."""
 
 TargetDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
@@ -179,6 +184,33 @@ class FrozenTarget:
         """The factor that the final norm applies, whatever form the family stores it in."""
         weight = cast(Tensor, cast(Any, self.model).model.norm.weight)
         return weight.float() + GAIN_OFFSETS[self.shape.family]
+
+    def compile_layers(self) -> None:
+        """Has `torch.compile` make one program for the layers of each kind, for sequences of any length.
+
+        Layer by layer, so that it takes a minute whatever the depth, and the anchors are read between programs. The
+        reference code of Gated DeltaNet is a loop over the sequence, a program for every length: there the MLP only.
+        """
+        body = cast(Any, self.model).model
+        kinds = getattr(body.config, "layer_types", None) or ["full_attention"] * len(body.layers)
+        is_fast = not self._missing_kernels()
+        for layer, kind in zip(body.layers, kinds, strict=True):
+            part = layer if is_fast or kind == "full_attention" else layer.mlp
+            part.forward = torch.compile(part.forward, dynamic=True)
+
+    def warn_of_slow_layers(self) -> None:
+        """Says, on a GPU, that Gated DeltaNet layers run by the slow reference code where no fast one is installed."""
+        missing = self._missing_kernels()
+        if missing and self.shape.family == "qwen3_5" and self.head_weight.is_cuda:
+            warnings.warn(
+                f"{' and '.join(missing)} not installed: the target's Gated DeltaNet layers run by reference code, "
+                "several times slower; pip install 'spd-lightning[gpu]'",
+                stacklevel=2,
+            )
+
+    @staticmethod
+    def _missing_kernels() -> list[str]:
+        return [package for module, package in FAST_RECURRENCE.items() if find_spec(module) is None]
 
     @torch.no_grad()
     def forward(
