@@ -1,6 +1,7 @@
 """A tiny target and a drafter for it, as folders that commands take."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,12 +14,14 @@ from spd_lightning.modules.tokenizer import load_tokenizer, tokenizer_record
 from tests.modules.conftest import make_drafter
 
 
-def save_folders(root: Path, family: str = "qwen3_5", num_stages: int = 4, name: str = "drafter") -> tuple[str, str]:
-    """Writes both below `root` and returns the drafter's folder and the target's."""
+def save_folders(
+    root: Path, family: str = "qwen3_5", num_stages: int = 4, name: str = "drafter", **layout: Any
+) -> tuple[str, str]:
+    """Writes both below `root` and returns the drafter's folder and the target's; `layout` as for `FeatureLayout`."""
     target = (
         str(save_tiny_target(root / "target", family, 8)) if not (root / "target").exists() else str(root / "target")
     )
-    drafter = make_drafter(FeatureLayout.build(8, num_stages), torch.float32)
+    drafter = make_drafter(FeatureLayout.build(8, num_stages, **layout), torch.float32)
     record = drafter_record(
         drafter.config,
         target_name=target,

@@ -53,19 +53,22 @@ def lead_or_follow(runtime: DistributedRuntime, lead):
 
 
 @pytest.mark.parametrize(
-    ("family", "num_stages", "schedule"),
+    ("family", "num_stages", "schedule", "anchors"),
     [
-        ("qwen3_5", 2, "pre_step"),
-        ("qwen3_5", 4, "pre_step"),
-        ("llama", 1, "pre_step"),
-        ("qwen3", 2, "post_step"),
-        ("llama", 1, "post_step"),
+        ("qwen3_5", 2, "pre_step", "auto"),
+        ("qwen3_5", 4, "pre_step", "auto"),
+        ("llama", 1, "pre_step", "auto"),
+        ("qwen3", 2, "post_step", "auto"),
+        ("llama", 1, "post_step", "auto"),
+        ("qwen3", 3, "post_step", "first_stage"),
     ],
 )
-def test_ranks_decode_what_one_process_decodes(family: str, num_stages: int, schedule: str, tmp_path: Path) -> None:
+def test_ranks_decode_what_one_process_decodes(
+    family: str, num_stages: int, schedule: str, anchors: str, tmp_path: Path
+) -> None:
     """Greedy, rejection (with and without top-k) and coupled; requests follow each other; plain decoding as well."""
     target = make_target(family, 8, torch.float32)
-    layout = FeatureLayout.build(8, num_stages, schedule=schedule)
+    layout = FeatureLayout.build(8, num_stages, anchors=anchors, schedule=schedule)
 
     def lead(runtime):
         answers = []

@@ -74,6 +74,17 @@ def test_a_real_drafter_changes_no_token_greedy_or_coupled(name: str, split: str
             assert run(pipeline, layout, prompt, 24)[0] == expected  # the second request is clean
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3", "llama"])
+@pytest.mark.parametrize("num_stages", [1, 4])
+def test_a_drafter_of_first_stage_states_changes_no_token(name: str, num_stages: int) -> None:
+    layout = FeatureLayout.build(8, num_stages, anchors="first_stage", rows="shared", schedule="post_step")
+    target = make_target(name, 8, torch.float32)
+    for params in (SamplingParams(), SamplingParams(temperature=1.0, seed=3, verify="coupled")):
+        for prompt in PROMPTS:
+            expected, _ = autoregressive(target, layout, prompt, 24, params)
+            assert run(make_pipeline(target, layout, params), layout, prompt, 24)[0] == expected
+
+
 def test_rejection_sampling_runs_and_repeats_with_its_seed() -> None:
     target, layout = make_target("qwen3_5", 8, torch.float32), layout_of("n4")
     params = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=5)

@@ -18,6 +18,9 @@ LAYOUTS = {
     "post_step_uneven": FeatureLayout.build(8, 3, stage_layers=[1, 5, 2], schedule="post_step"),
     "post_step_coarse": FeatureLayout.build(8, 4, anchors=(0, 4, 7), schedule="post_step"),
     "post_step_one_stage": FeatureLayout.build(8, 1, schedule="post_step"),
+    "ppsd": FeatureLayout.build(8, 4, None, "first_stage", "shared", "post_step"),
+    "ppsd_uneven": FeatureLayout.build(8, 3, [2, 5, 1], "first_stage", "exact", "post_step"),
+    "post_step_without_embedding": FeatureLayout.build(8, 4, anchors=(1, 4, 7), schedule="post_step"),
 }
 
 

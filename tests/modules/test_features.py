@@ -204,6 +204,29 @@ def test_a_wrong_layout_names_the_value_and_the_rule(kwargs, message) -> None:
         FeatureLayout.build(**{"num_layers": 32, "num_stages": 4} | kwargs)
 
 
+def test_first_stage_states_are_one_row_for_all_depths() -> None:
+    """PPSD (design §7): every token shows the end of stage 1, whatever its depth; no token shows its embedding."""
+    layout = FeatureLayout.build(10, 3, [4, 3, 3], "first_stage", "shared", "post_step")
+    assert layout.anchors == (4,)
+    assert (layout.row_depths, layout.used_anchor_indices) == ((1,), (0,))
+    assert layout.visibility_table() == (((0, 0, 0, 0),),) * 3
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"anchors": "first_stage"}, "first anchor must be 0, the embedding"),
+        ({"anchors": [5, 8], "schedule": "post_step"}, "so 0 to 4, where the first stage ends"),
+        ({"anchors": [], "schedule": "post_step"}, "first anchor must be one that every token has passed"),
+        ({"anchors": "middle"}, "'auto' or 'first_stage'"),
+    ],
+)
+def test_the_first_anchor_must_be_there_at_every_depth(kwargs, message, monkeypatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside tests
+    with pytest.raises(ValueError, match=message):
+        FeatureLayout.build(**{"num_layers": 16, "num_stages": 4} | kwargs)
+
+
 def test_an_unknown_schedule_names_the_two(monkeypatch) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside tests
     with pytest.raises(ValueError, match="schedule='mid_step': must be 'pre_step' or 'post_step'"):

@@ -15,8 +15,9 @@ from spd_lightning.data.drop_report import SourceReport
 from spd_lightning.data.encode_pool import encode_chunk
 from spd_lightning.data.preparation import EncodingOptions
 from spd_lightning.data.rows import SourceRow
+from spd_lightning.data.sampler import TokenBudgetSampler, resolve_batch_size
 from spd_lightning.data.sources import Source, iter_rows
-from spd_lightning.modules.features import FeatureLayout, RowMode, Schedule
+from spd_lightning.modules.features import AnchorRule, FeatureLayout, RowMode, Schedule
 from spd_lightning.modules.model_size import DrafterSize, TargetSize, read_target_size, resolve_stage_layers
 from spd_lightning.modules.tokenizer import load_tokenizer
 
@@ -52,7 +53,7 @@ class ModelOptions:
     target: str
     num_stages: int
     stage_layers: list[int] | Literal["balanced"] | None = None
-    anchors: list[int] | Literal["auto"] = "auto"
+    anchors: list[int] | AnchorRule = "auto"
     rows: RowMode = "exact"
     schedule: Schedule = "pre_step"
     num_spec_layers: int = 2
@@ -100,22 +101,32 @@ class SourceEstimate:
         report: of the sample; `read` counts the rows of the sample.
         num_read: rows of the source.
         weight: of the mix.
-        longest: tokens of the longest encoded row of the sample.
+        lengths: tokens of each encoded row of the sample.
     """
 
     report: SourceReport
     num_read: int
     weight: float
-    longest: int
+    lengths: np.ndarray
 
     @property
     def scale(self) -> float:
         """Rows of the source for each row of the sample."""
         return self.num_read / self.report.read if self.report.read else 0.0
 
-    def per_epoch(self, of_sample: int) -> float:
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest encoded row of the sample."""
+        return int(self.lengths.max(initial=0))
+
+    def per_epoch(self, of_sample: int | float) -> float:
         """A count of the sample, for an epoch of the whole source."""
         return of_sample * self.scale * self.weight
+
+    def epoch_lengths(self, share: float) -> np.ndarray:
+        """Tokens of each row of a share of an epoch, spread as those of the sample are."""
+        num_rows = round(share * self.per_epoch(len(self.lengths)))
+        return np.sort(self.lengths)[np.arange(num_rows) * len(self.lengths) // max(1, num_rows)]
 
 
 def sample_source(
@@ -129,7 +140,7 @@ def sample_source(
     report = SourceReport(source.path)
     chunk = encode_chunk(sample, tokenizer, asdict(options))
     chunk.count(report)
-    return SourceEstimate(report, num_read, source.weight, max((len(ids) for ids in chunk.input_ids), default=0))
+    return SourceEstimate(report, num_read, source.weight, np.array([len(ids) for ids in chunk.input_ids], dtype=int))
 
 
 def estimate_run(model: ModelOptions, trainer: TrainerOptions, data: Any, sample_rows: int = 1000) -> str:
@@ -143,6 +154,7 @@ def estimate_run(model: ModelOptions, trainer: TrainerOptions, data: Any, sample
     """
     tokenizer = load_tokenizer(model.target)
     options = EncodingOptions(turns=data.turns, max_length=data.max_length, on_long=data.on_long)
+    batch_size = resolve_batch_size(data.batch_size, data.tokens_per_batch, data.max_length)
     target = read_target_size(model.target)
     split = resolve_stage_layers(model.target, model.num_stages, model.stage_layers)
     layout = FeatureLayout.build(target.num_layers, model.num_stages, split, model.anchors, model.rows, model.schedule)
@@ -158,8 +170,13 @@ def estimate_run(model: ModelOptions, trainer: TrainerOptions, data: Any, sample
         feature_norm=model.feature_norm,
     )
     sources = [sample_source(source, tokenizer, options, sample_rows) for source in data.sources]
-    lines = [*_token_lines(sources), *_step_lines(sources, trainer, data)]
-    lines += _memory_lines(target, drafter, layout, model.target_dtype, data, max(s.longest for s in sources))
+    longest = max(source.longest for source in sources)
+    if batch_size is None:
+        batch, tokens = f"{data.tokens_per_batch:,} tokens", data.tokens_per_batch
+    else:
+        batch, tokens = f"{batch_size} rows of {longest} tokens", batch_size * longest
+    lines = [*_token_lines(sources), *_step_lines(sources, trainer, data, batch_size)]
+    lines += _memory_lines(target, drafter, layout, model.target_dtype, batch, tokens)
     lines += _disk_lines(sources, drafter)
     return "\n".join(lines)
 
@@ -191,38 +208,46 @@ def _token_lines(sources: Sequence[SourceEstimate]) -> list[str]:
     return lines
 
 
-def _step_lines(sources: Sequence[SourceEstimate], trainer: TrainerOptions, data: Any) -> list[str]:
+def _step_lines(
+    sources: Sequence[SourceEstimate], trainer: TrainerOptions, data: Any, batch_size: int | None
+) -> list[str]:
     rows = sum(source.per_epoch(source.report.rows) for source in sources)
     tokens = sum(source.per_epoch(source.report.tokens) for source in sources)
     supervised = sum(source.per_epoch(source.report.supervised_tokens) for source in sources)
     held_out = 0 if data.val_sources else min(data.val_rows, rows)
     share = (rows - held_out) / rows if rows else 0.0
-    batches = math.ceil((rows - held_out) / (data.batch_size * trainer.num_ranks))
+    if batch_size is None:
+        size, unit = data.tokens_per_batch, " tokens"
+        lengths = np.concatenate([source.epoch_lengths(share) for source in sources])
+        batches = len(TokenBudgetSampler(lengths, size, trainer.num_ranks)) if len(lengths) else 0
+    else:
+        size, unit = batch_size, ""
+        batches = math.ceil((rows - held_out) / (batch_size * trainer.num_ranks))
     steps = math.ceil(batches / trainer.accumulate_grad_batches)
     epochs = trainer.max_epochs if trainer.max_epochs is not None else 1
     total = steps * epochs if trainer.max_steps < 0 else min(steps * epochs, trainer.max_steps)
-    global_batch = data.batch_size * trainer.num_ranks * trainer.accumulate_grad_batches
+    global_size = size * trainer.num_ranks * trainer.accumulate_grad_batches
     return [
         f"training: {rows - held_out:,.0f} rows, {tokens * share:,.0f} tokens, {supervised * share:,.0f} supervised "
         f"per epoch",
-        f"steps: {batches:,} batches of {data.batch_size} on each of {trainer.num_ranks} ranks, {steps:,} optimizer "
-        f"steps per epoch (global batch {global_batch}), {total:,} in all",
+        f"steps: {batches:,} batches of {size:,}{unit} on each of {trainer.num_ranks} ranks, {steps:,} optimizer "
+        f"steps per epoch (global batch {global_size:,}{unit}), {total:,} in all",
     ]
 
 
 def _memory_lines(
-    target: TargetSize, drafter: DrafterSize, layout: FeatureLayout, dtype: str, data: Any, longest: int
+    target: TargetSize, drafter: DrafterSize, layout: FeatureLayout, dtype: str, batch: str, tokens: int
 ) -> list[str]:
     weights = target.num_parameters * target.bytes_per_parameter(dtype)
     trained = drafter.num_parameters * BYTES_PER_TRAINED_PARAMETER
-    states = data.batch_size * longest * (len(layout.anchors) + 1) * target.hidden_size * 4
-    activations = drafter.activation_bytes(data.batch_size * longest, layout.num_rows)
+    states = tokens * (len(layout.anchors) + 1) * target.hidden_size * 4
+    activations = drafter.activation_bytes(tokens, layout.num_rows)
     total = weights + trained + states + activations
     return [
         f"memory of a rank without sharding, roughly: {_size(total)}",
         f"  target: {target.num_parameters:,} parameters, {_size(weights)}",
         f"  drafter: {drafter.num_parameters:,} parameters, {_size(trained)} with gradients and AdamW",
-        f"  one batch of {data.batch_size} rows of {longest} tokens and {layout.num_rows} row types: "
+        f"  one batch of {batch} and {layout.num_rows} row types: "
         f"{_size(states)} of target states, {_size(activations)} of activations",
     ]
 

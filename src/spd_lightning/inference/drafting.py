@@ -62,7 +62,7 @@ class DraftSession:
             tokens: ids of the prompt, `1 seq`.
             anchors: states of all prompt positions at every anchor but 0.
         """
-        states = [self.embedding(tokens), *(anchors[anchor] for anchor in self.anchors[1:])]
+        states = [anchors[anchor] if anchor else self.embedding(tokens) for anchor in self.anchors]
         self._run(self._features(states, self.num_stages), keep=tokens.shape[1])
 
     @torch.no_grad()

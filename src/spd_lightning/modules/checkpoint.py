@@ -105,15 +105,7 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
         ValueError: if the folder is missing, incomplete, of another format version or contradicts itself.
     """
     folder = Path(folder)
-    record = read_record(folder)
-    try:
-        config = DrafterConfig.from_dict(record["drafter"])
-        token_ids = record["draft_vocab"]["token_ids"]
-        check_agreement(record, config)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{folder / CONFIG_FILE}: incomplete or from another version ({error})") from error
-    except ValueError as error:
-        raise ValueError(f"{folder / CONFIG_FILE}: {error}") from error
+    record, config = read_drafter_config(folder)
     weights = folder / WEIGHTS_FILE
     if not weights.is_file():
         raise ValueError(f"{folder}: {WEIGHTS_FILE} is missing; export the drafter again with `spd-train export`")
@@ -127,9 +119,27 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
         module.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise ValueError(f"{weights} does not fit {CONFIG_FILE}: {' '.join(str(error).split())}") from error
-    if module.draft_token_ids.tolist() != token_ids:
+    if module.draft_token_ids.tolist() != record["draft_vocab"]["token_ids"]:
         raise ValueError(f"{folder}: the draft vocabularies of {CONFIG_FILE} and {WEIGHTS_FILE} differ")
     return Drafter(module.to(device=device, dtype=dtype).eval().requires_grad_(False), record)
+
+
+def read_drafter_config(folder: Path) -> tuple[dict[str, Any], DrafterConfig]:
+    """The record of a drafter folder and what it says of the drafter, without its weights.
+
+    Raises:
+        ValueError: if the folder is missing, of another format version, or its record is incomplete or contradictory.
+    """
+    record = read_record(folder)
+    try:
+        config = DrafterConfig.from_dict(record["drafter"])
+        _ = record["draft_vocab"]["token_ids"], record["target"]["name"], record["provenance"]["metrics"]
+        check_agreement(record, config)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder / CONFIG_FILE}: incomplete or from another version ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG_FILE}: {error}") from error
+    return record, config
 
 
 def check_agreement(record: Mapping[str, Any], config: DrafterConfig) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from spd_lightning.modules.features import FeatureLayout, RowMode, Schedule
 
 FeatureNorm = Literal["none", "rms"]
+Method = Literal["spd", "spd_post", "ppsd"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,14 @@ class DrafterConfig:
     @property
     def layout(self) -> FeatureLayout:
         return FeatureLayout(tuple(self.stage_layers), tuple(self.anchors), self.rows, self.schedule)
+
+    @property
+    def method(self) -> Method:
+        """Its name in evaluations: `ppsd` reads first-stage states only (design §7)."""
+        layout = self.layout
+        if layout.drafts_first:
+            return "spd"
+        return "ppsd" if layout.anchors == layout.stage_ends[1:2] else "spd_post"
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict that `from_dict` takes back."""

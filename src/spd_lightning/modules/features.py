@@ -12,6 +12,8 @@ from typing import Literal
 from spd_lightning.modules.partition import check_stage_layers, even_stage_layers, stage_ends
 
 RowMode = Literal["exact", "shared"]
+AnchorRule = Literal["auto", "first_stage"]
+"""Anchors in words: every stage boundary, or the end of the first stage alone (post-step)."""
 Schedule = Literal["pre_step", "post_step"]
 FIRST_DEPTH: dict[Schedule, int] = {"pre_step": 0, "post_step": 1}
 """Depth of the newest token when the drafter reads it, by schedule (design §5)."""
@@ -41,7 +43,8 @@ class FeatureLayout:
 
     Args:
         stage_layers: layers per stage; their sum is the number of target layers `L`.
-        anchors: layers whose raw output the drafter reads, ascending, beginning with 0 (the embedding).
+        anchors: layers whose raw output the drafter reads, ascending, beginning with 0 (the embedding) or, post-step,
+            at the latest with the end of the first stage: with what every token that is read has passed.
         rows: `exact` has one row type per depth that the drafter reads; `shared` one per reachable anchor count.
         schedule: `pre_step` drafts from the states before a cycle's stage forwards, so depths are `0..n`; `post_step`
             waits for them, so every token in flight is one stage deeper and depths are `1..n`.
@@ -58,8 +61,13 @@ class FeatureLayout:
         if self.rows not in ("exact", "shared"):
             raise ValueError(f"rows={self.rows!r}: must be 'exact' or 'shared'")
         anchors = list(self.anchors)
-        if not anchors or anchors[0] != 0:
+        if self.first_depth == 0 and (not anchors or anchors[0] != 0):
             raise ValueError(f"anchors={anchors}: the first anchor must be 0, the embedding: a new token has no other")
+        if not anchors or not 0 <= anchors[0] <= self.stage_ends[self.first_depth]:
+            raise ValueError(
+                f"anchors={anchors}: the first anchor must be one that every token has passed, so 0 to "
+                f"{self.stage_ends[self.first_depth]}, where the first stage ends"
+            )
         if any(later <= earlier for earlier, later in zip(anchors, anchors[1:], strict=False)):
             raise ValueError(f"anchors={anchors} must ascend without repeats")
         if anchors[-1] > self.num_layers:
@@ -71,7 +79,7 @@ class FeatureLayout:
         num_layers: int,
         num_stages: int,
         stage_layers: Sequence[int] | None = None,
-        anchors: Sequence[int] | Literal["auto"] = "auto",
+        anchors: Sequence[int] | AnchorRule = "auto",
         rows: RowMode = "exact",
         schedule: Schedule = "pre_step",
     ) -> "FeatureLayout":
@@ -84,9 +92,10 @@ class FeatureLayout:
         else:
             split = check_stage_layers(stage_layers, num_layers, num_stages)
         if isinstance(anchors, str):
-            if anchors != "auto":
-                raise ValueError(f"anchors={anchors!r}: give a list of layers or 'auto'")
-            anchors = auto_anchors(stage_ends(split))
+            if anchors not in ("auto", "first_stage"):
+                raise ValueError(f"anchors={anchors!r}: give a list of layers, 'auto' or 'first_stage'")
+            ends = stage_ends(split)
+            anchors = auto_anchors(ends) if anchors == "auto" else ends[1:2]
         layout = cls(stage_layers=split, anchors=tuple(anchors), rows=rows, schedule=schedule)
         # The first anchor is not a choice, and every projection reads it.
         used = layout.used_anchor_indices

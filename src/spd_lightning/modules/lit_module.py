@@ -18,7 +18,7 @@ from spd_lightning.modules.checkpoint import drafter_record
 from spd_lightning.modules.draft_vocab import DraftVocab
 from spd_lightning.modules.drafter import PipelineDraftModule
 from spd_lightning.modules.drafter_config import DrafterConfig, FeatureNorm
-from spd_lightning.modules.features import FeatureLayout, RowMode, Schedule
+from spd_lightning.modules.features import AnchorRule, FeatureLayout, RowMode, Schedule
 from spd_lightning.modules.learning_rate import use_own_rates, warmup_then_decay
 from spd_lightning.modules.losses import LossName, TargetHead, distillation_loss, full_argmax
 from spd_lightning.modules.metrics import FillAcceptance, acceptance_sums
@@ -56,7 +56,8 @@ class DistillationModule(LightningModule):
         num_stages: pipeline stages `n` that the target is cut into.
         stage_layers: target layers per stage; `balanced` makes stages of like weight, the head counted to the last one;
             as even as possible when absent.
-        anchors: target layers whose raw output the drafter reads, beginning with 0; `auto` takes every stage boundary.
+        anchors: target layers whose raw output the drafter reads, beginning with 0; `auto` takes every stage boundary,
+            `first_stage` the end of the first stage alone (post-step; with one layer this is PPSD).
         rows: `exact` has one row type per depth, `shared` one per anchor count (as published).
         schedule: `pre_step` drafts while the stages run; `post_step` waits for them and sees one stage more (ablation).
         num_spec_layers: decoder layers `L_s` of the drafter; about `L/n - 1` hides behind one stage.
@@ -66,7 +67,7 @@ class DistillationModule(LightningModule):
         intermediate_size: MLP width of the drafter; the target's when absent.
         rope_theta: rotary base of the drafter, on the full head.
         feature_norm: `rms` normalises each anchor state with a learned gain before they are joined; `none` does not.
-        attention: structural attention backend; `dense` is the naive twin.
+        attention: `auto` is `flex` (FlexAttention) on a GPU, else `chunked`; all exact. `dense` is their naive twin.
         loss: `kl` (target to drafter), `reverse_kl`, or `tv` (one minus the expected acceptance).
         lr: peak learning rate of AdamW.
         warmup_steps: steps of linear warm-up; then linear decay to zero over the run.
@@ -81,7 +82,7 @@ class DistillationModule(LightningModule):
         target: str,
         num_stages: int,
         stage_layers: list[int] | Literal["balanced"] | None = None,
-        anchors: list[int] | Literal["auto"] = "auto",
+        anchors: list[int] | AnchorRule = "auto",
         rows: RowMode = "exact",
         schedule: Schedule = "pre_step",
         num_spec_layers: int = 2,
@@ -91,7 +92,7 @@ class DistillationModule(LightningModule):
         intermediate_size: int | None = None,
         rope_theta: float = 1e6,
         feature_norm: FeatureNorm = "rms",
-        attention: Literal["chunked", "dense"] = "chunked",
+        attention: Literal["auto", "chunked", "dense", "flex"] = "auto",
         loss: LossName = "kl",
         lr: float = 1e-4,
         warmup_steps: int = 100,

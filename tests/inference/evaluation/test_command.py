@@ -117,6 +117,25 @@ def test_a_planted_difference_is_caught(root: Path, tmp_path: Path, monkeypatch,
     )
 
 
+def test_drafters_of_several_methods_stand_in_one_table(root: Path, tmp_path: Path, capsys) -> None:
+    """Each under the method that its configuration names; those that are not asked for are refused."""
+    save_folders(root, num_stages=4, name="post", schedule="post_step")
+    save_folders(root, num_stages=4, name="first", schedule="post_step", anchors="first_stage", rows="shared")
+    drafters = ("--drafter", *(str(root / name) for name in ("four", "post", "first")))
+    main(arguments(root, tmp_path, *drafters, "--check_lossless", "true"))
+    assert "lossless: 6 of 6 greedy answers" in capsys.readouterr().out
+    groups = json.loads((tmp_path / "summary.json").read_text())["groups"]
+    found = {(group["method"], group["drafter"]): group for group in groups if group["task"] == "overall"}
+    assert list(found) == [("ar", None), ("spd", "four"), ("spd_post", "post"), ("ppsd", "first")]
+    for key, group in found.items():
+        if key[1] is not None:
+            exposed = 0 if key[0] == "spd" else 4  # n times L_s = 2 layers of the target's 8
+            assert group["adjusted_s"] == pytest.approx(group["s0"] / (1 + exposed * 2 / 8))
+    with pytest.raises(SystemExit):
+        main(arguments(root, tmp_path, *drafters, "--methods", "ar", "spd", "ppsd"))
+    assert "is of method 'spd_post': add it to --methods" in capsys.readouterr().err
+
+
 def test_the_virtual_clock_is_a_clock_of_its_own(root: Path, tmp_path: Path) -> None:
     main(arguments(root, tmp_path, "--runtime", "virtual", "--drafter", str(root / "two")))
     groups = json.loads((tmp_path / "summary.json").read_text())["groups"]
@@ -128,8 +147,10 @@ def test_the_virtual_clock_is_a_clock_of_its_own(root: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--methods", "ar", "magic"], "methods ['magic']: known are ar, generate, spd"),
+        (["--methods", "ar", "magic"], "methods ['magic']: known are ar, compiled, generate, spd, spd_post, ppsd"),
         (["--methods", "spd", "--check_lossless", "true"], "--methods needs both"),
+        (["--methods", "ar", "--check_lossless", "true"], "--methods needs both"),
+        (["--methods", "ar", "ppsd"], "--methods ppsd: none of the drafters is of this method"),
         (["--temperature", "0", "-1"], "temperature=-1.0"),
         (["--num_prompts", "0"], "num_prompts=0"),
         (["--questions", "/no/such/file"], "/no/such/file"),

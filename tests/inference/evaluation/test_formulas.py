@@ -47,7 +47,7 @@ def test_a_miss_of_the_identity_is_counted_in_cycles() -> None:
 def test_adjusted_speedup_of_each_method() -> None:
     common = dict(s0=3.0, num_layers=32)
     assert adjusted_speedup(**common, method="spd", num_spec_layers=3, schedule="pre_step", num_stages=8) == 3.0
-    post = adjusted_speedup(**common, method="spd", num_spec_layers=2, schedule="post_step", num_stages=8)
+    post = adjusted_speedup(**common, method="spd_post", num_spec_layers=2, schedule="post_step", num_stages=8)
     assert post == pytest.approx(3 * 32 / (8 * 2 + 32))
     ppsd = adjusted_speedup(**common, method="ppsd", num_spec_layers=1, schedule="post_step", num_stages=16)
     assert ppsd == pytest.approx(3 * 32 / (16 + 32))
@@ -59,6 +59,7 @@ def test_adjusted_speedup_of_each_method() -> None:
     "lacking",
     [
         dict(method="medusa", num_spec_layers=1, num_stages=4, draft_length=4),
+        dict(method="ppsd", num_spec_layers=1, schedule="post_step"),
         dict(method="spd", num_spec_layers=1, num_stages=4),
         dict(method="spd", num_spec_layers=1, schedule="post_step"),
         dict(method="spd", num_spec_layers=None, schedule="pre_step", num_stages=4),

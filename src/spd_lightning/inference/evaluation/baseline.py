@@ -35,26 +35,25 @@ class TokenQueue:
 
 
 def generate_starter(
-    decoder: "PipelineDecoder", target: FrozenTarget
+    decoder: "PipelineDecoder", whole: Callable[[], FrozenTarget]
 ) -> Callable[[Sequence[Mapping[str, str]], SamplingParams], Run]:
     """How to begin an answer by `generate`; its sampling draws from torch's generator, seeded for each answer.
 
     Args:
         decoder: whose tokenizer and limits hold.
-        target: the whole target, in the decoder's dtype and on its device.
+        whole: loads the whole target, in the decoder's dtype and on its device, when the first answer is begun.
     """
-    device = target.head_weight.device
 
     def start(messages: Sequence[Mapping[str, str]], params: SamplingParams) -> Run:
         ids, params = decoder.checked(messages, params)
-        stop = decoder.stop_condition(params)
+        target, stop = whole(), decoder.stop_condition(params)
         eos_ids = () if params.ignore_eos else decoder.eos_ids
 
         def generate(queue: TokenQueue) -> None:
             try:
                 if not params.is_greedy:
                     torch.manual_seed(params.seed or 0)
-                prompt = torch.tensor([ids], device=device)
+                prompt = torch.tensor([ids], device=target.head_weight.device)
                 law = (params.temperature, params.top_k, params.top_p)
                 how = (params.max_new_tokens, not params.is_greedy, *law)
                 target.generate(prompt, torch.ones_like(prompt), *how, eos_token_ids=eos_ids, streamer=queue)

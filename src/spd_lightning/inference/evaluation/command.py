@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from spd_lightning.inference.evaluation.sample import Sample
     from spd_lightning.inference.evaluation.tasks import Question
 
+METHODS_HELP = (
+    "ar, compiled, generate (Transformers') and, of the drafters, spd, spd_post, ppsd; ar and those of the drafters, "
+    "unless given"
+)
 TASKS = ["mt_bench", "gsm8k", "humaneval"]
 SUMMARY_FILE, TABLE_FILE, REPORT_FILE = "summary.json", "summary.md", "report.html"
 NOT_LOSSLESS = 3
@@ -41,7 +45,7 @@ def add_eval_arguments(parser: ArgumentParser) -> None:
     add("--questions", type=Path | None, default=None, help="JSON lines of your own questions")
     add("--num_prompts", type=int, default=80, help="of each task, the first ones")
     add("--turns", type=str, choices=["first", "all"], default="first", help="of questions that have several")
-    add("--methods", type=str, nargs="+", default=["ar", "spd"], help="of ar, compiled, generate (Transformers') and spd")
+    add("--methods", type=str, nargs="+", default=None, help=METHODS_HELP)
     add("--check_lossless", type=bool, default=False, help="exit with 3 if a greedy answer is not plain decoding's")
     add("--execute_code", type=bool, default=False, help="score HumanEval by running what the model wrote, confined")
     add("--wandb_project", type=str | None, default=None, help="log tables and figures to this W&B project")
@@ -52,22 +56,16 @@ def run_eval(given: Namespace, args: Sequence[str]) -> None:
     """Evaluates."""
     from spd_lightning.inference.evaluation.tasks import load_questions
 
-    check_arguments(given)
+    methods = check_arguments(given)
     tasks = given.tasks if given.tasks is not None else [] if given.questions else TASKS
     questions = load_questions(tasks, given.task_dir, given.questions, given.num_prompts)
-    run_on_ranks(given, args, lambda: evaluate(given, args, questions))
+    run_on_ranks(given, args, lambda: evaluate(given, args, methods, questions))
 
 
-def check_arguments(given: Namespace) -> None:
-    """Raises `ValueError` for what cannot be evaluated."""
-    from spd_lightning.inference.evaluation.runner import METHODS, WHOLE_TARGET_METHODS
+def check_arguments(given: Namespace) -> list[str]:
+    """The methods to compare; raises `ValueError` for what cannot be evaluated."""
+    from spd_lightning.inference.evaluation.methods import chosen_methods, drafter_labels, drafter_methods
 
-    if unknown := [method for method in given.methods if method not in METHODS]:
-        raise ValueError(f"methods {unknown}: known are {', '.join(METHODS)}")
-    if given.check_lossless and not {"ar", "spd"} <= set(given.methods):
-        raise ValueError("check_lossless compares spd with ar: --methods needs both")
-    if given.runtime == "distributed" and (whole := sorted(WHOLE_TARGET_METHODS & set(given.methods))):
-        raise ValueError(f"{whole} need the whole target in one process: leave them out, or use --runtime local")
     if given.num_prompts < 1:
         raise ValueError(f"num_prompts={given.num_prompts}: at least one is needed")
     labels = drafter_labels(given.drafter)
@@ -75,17 +73,13 @@ def check_arguments(given: Namespace) -> None:
         raise ValueError(f"drafters {given.drafter} cannot be told apart by their folders' names: rename one")
     for temperature in given.temperature:
         sampling_params(given, temperature)
+    return chosen_methods(given.methods, drafter_methods(given.drafter), given.runtime, given.check_lossless)
 
 
-def drafter_labels(folders: Sequence[str]) -> list[str]:
-    """A drafter's name in tables: its folder's, or of a folder `drafter` the run's around it."""
-    paths = [Path(folder).resolve() for folder in folders]
-    return [path.parent.name if path.name == "drafter" else path.name for path in paths]
-
-
-def evaluate(given: Namespace, args: Sequence[str], questions: Sequence["Question"]) -> None:
+def evaluate(given: Namespace, args: Sequence[str], methods: Sequence[str], questions: Sequence["Question"]) -> None:
     """Answers with every drafter and writes what came out; on ranks other than the lead, helps."""
     from spd_lightning.inference.evaluation.journal import SampleJournal
+    from spd_lightning.inference.evaluation.methods import drafter_labels, make_methods
     from spd_lightning.inference.evaluation.runner import Evaluation
 
     journal: SampleJournal | None = None
@@ -104,7 +98,7 @@ def evaluate(given: Namespace, args: Sequence[str], questions: Sequence["Questio
             journal.pin(f"drafter {label}", Path(folder) / WEIGHTS_FILE)
             evaluation = Evaluation(
                 decoder,
-                make_methods(given, decoder, label),
+                make_methods(methods, decoder, label, given.runtime, given.dtype),
                 sampling_params(given, 1.0),
                 given.temperature,
                 given.turns == "all",
@@ -117,7 +111,8 @@ def evaluate(given: Namespace, args: Sequence[str], questions: Sequence["Questio
                     progress.set_postfix_str(f"{sample.task} {sample.method} T={sample.temperature:g}")
             skipped += [item for item in evaluation.skipped if item not in skipped]
             predicted += predictions(given, decoder, label)
-            profiles += profile_of(given, decoder, label, questions)
+            if given.runtime != "distributed" and decoder.drafter.module.config.method in methods:
+                profiles += profile_of(given, decoder, label, questions)
     if journal is not None:
         report(given, args, journal, questions, skipped=skipped, predicted=predicted, profiles=profiles)
 
@@ -132,45 +127,20 @@ def settings(given: Namespace, decoder: "PipelineDecoder") -> dict[str, Any]:
     }
 
 
-def make_methods(given: Namespace, decoder: "PipelineDecoder", label: str) -> list[Any]:
-    """The ways to answer, plain decoding first: others are compared with it."""
-    from spd_lightning.inference.evaluation.baseline import generate_starter
-    from spd_lightning.inference.evaluation.compiled import compiled_starter
-    from spd_lightning.inference.evaluation.runner import METHODS, WHOLE_TARGET_METHODS, Method
-    from spd_lightning.inference.runtime.local import LocalRuntime
-    from spd_lightning.modules.target import FrozenTarget
-
-    whole: Any = None
-    if WHOLE_TARGET_METHODS & set(given.methods):
-        assert isinstance(decoder.runtime, LocalRuntime)
-        whole = FrozenTarget.from_pretrained(decoder.target_name, given.dtype, decoder.runtime.device)
-    clock = "virtual" if given.runtime == "virtual" else "wall"
-    devices = decoder.runtime.num_devices
-    makers = {
-        "ar": lambda: Method("ar", None, decoder.start_autoregressive, devices if clock == "wall" else 1, clock),
-        "compiled": lambda: Method("compiled", None, compiled_starter(decoder, whole), 1, clock),
-        "generate": lambda: Method("generate", None, generate_starter(decoder, whole), 1, clock),
-        "spd": lambda: Method("spd", label, decoder.start, devices, clock),
-    }
-    return [makers[name]() for name in METHODS if name in given.methods]
-
-
 def predictions(given: Namespace, decoder: "PipelineDecoder", label: str) -> list[dict[str, Any]]:
     """What the drafter's validation says of each temperature, where it has measured that."""
     from spd_lightning.inference.evaluation.formulas import predicted_acceptance
 
     metrics = decoder.drafter.record["provenance"]["metrics"]
     found = {t: predicted_acceptance(metrics, decoder.num_stages, sampling_params(given, t)) for t in given.temperature}
-    names = {"method": "spd", "drafter": label}
+    names = {"method": decoder.drafter.module.config.method, "drafter": label}
     return [names | {"temperature": temperature} | known for temperature, known in found.items() if known is not None]
 
 
 def profile_of(
     given: Namespace, decoder: "PipelineDecoder", label: str, questions: Sequence["Question"]
 ) -> list[dict[str, Any]]:
-    """The cycle profile of the first question that fits, answered once more; none over several ranks."""
-    if given.runtime == "distributed" or "spd" not in given.methods:
-        return []
+    """The cycle profile of the first question that fits, answered once more, in one process."""
     params = replace(sampling_params(given, given.temperature[0]), max_new_tokens=min(given.max_new_tokens, 64))
     timer = decoder.runtime.start_timing()
     for question in questions:
@@ -240,7 +210,7 @@ def report(
 
 def check_lossless(samples: Sequence["Sample"]) -> None:
     """Raises `SystemExit` with code 3 if a greedy answer of a pipeline is not that of plain decoding."""
-    greedy = [sample for sample in samples if sample.method == "spd" and sample.temperature == 0]
+    greedy = [sample for sample in samples if sample.drafter is not None and sample.temperature == 0]
     different = [sample for sample in greedy if sample.first_difference is not None]
     if not different:
         print(f"lossless: {len(greedy)} of {len(greedy)} greedy answers are those of plain decoding")

@@ -6,6 +6,7 @@ not bit for bit those of the stages. Knows no stages and no drafter.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,20 +86,24 @@ class VerifiedTarget:
 
 
 def compiled_starter(
-    decoder: "PipelineDecoder", target: FrozenTarget
+    decoder: "PipelineDecoder", whole: Callable[[], FrozenTarget]
 ) -> Callable[[Sequence[Mapping[str, str]], SamplingParams], Run]:
     """How to begin an answer by the compiled target.
 
     Args:
         decoder: whose tokenizer, limits and rules of drawing hold.
-        target: the whole target, in the decoder's dtype and on its device.
+        whole: loads the whole target, in the decoder's dtype and on its device; it is compiled when the first answer is
+            begun, before its clock runs.
     """
-    compiled = CompiledTarget(target, decoder.max_length)
+
+    @cache
+    def compiled() -> CompiledTarget:
+        return CompiledTarget(whole(), decoder.max_length)
 
     def start(messages: Sequence[Mapping[str, str]], params: SamplingParams) -> Run:
         ids, params = decoder.checked(messages, params)
         stop = decoder.stop_condition(params)
         verifier = make_verifier(params, len(decoder.tokenizer))
-        return Run(ids, decode_plainly(VerifiedTarget(compiled, verifier), ids, stop), stop, None)
+        return Run(ids, decode_plainly(VerifiedTarget(compiled(), verifier), ids, stop), stop, None)
 
     return start

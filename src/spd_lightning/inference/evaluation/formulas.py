@@ -38,14 +38,12 @@ def adjusted_speedup(
     `d` is 0 for pre-step SPD, whose drafting runs beside the stages, `n` for post-step SPD and PPSD, `k` for EAGLE-3.
 
     Raises:
-        ValueError: if the method is unknown or lacks a number that it needs.
+        ValueError: if a number that the method needs is not known.
     """
-    if method == "ppsd" or (method, schedule) == ("spd", "post_step"):
-        num_exposed = num_stages
-    elif method == "eagle3":
+    if method == "eagle3":
         num_exposed = draft_length
     else:
-        num_exposed = 0 if (method, schedule) == ("spd", "pre_step") else None
+        num_exposed = {"pre_step": 0, "post_step": num_stages}.get(schedule or "")
     if num_exposed is None or num_spec_layers is None:
         raise ValueError(
             f"the cost of drafting is not known for {method=} with {schedule=}, {num_stages=}, {draft_length=} and "

@@ -12,7 +12,10 @@ from spd_lightning.inference.evaluation.sample import Clock, FirstDifference, Sa
 from spd_lightning.inference.evaluation.tasks import Question
 from spd_lightning.inference.sampling import SamplingParams
 
-METHODS = ("ar", "compiled", "generate", "spd")
+BASELINES = ("ar", "compiled", "generate")
+DRAFTED = ("spd", "spd_post", "ppsd")
+"""Methods that have a drafter, as its configuration names them; pipelines all, so greedy they give what `ar` does."""
+METHODS = (*BASELINES, *DRAFTED)
 WHOLE_TARGET_METHODS = {"compiled", "generate"}
 """Baselines that run the whole target in one process, beside the stages."""
 Score = Callable[[Question, str], bool | None]

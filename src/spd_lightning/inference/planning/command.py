@@ -117,16 +117,10 @@ def read_drafter(given: Namespace) -> tuple["DrafterConfig | None", str]:
             raise ValueError("give --target, --drafter or both: there is nothing to plan for")
         return None, given.target
 
-    from spd_lightning.modules.checkpoint import check_agreement, read_record
-    from spd_lightning.modules.drafter_config import DrafterConfig
+    from spd_lightning.modules.checkpoint import read_drafter_config
 
-    record = read_record(Path(given.drafter))
-    try:
-        config = DrafterConfig.from_dict(record["drafter"])
-        check_agreement(record, config)
-        return config, str(record["target"]["name"]) if given.target is None else given.target
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{given.drafter}: config.json is incomplete or from another version ({error})") from error
+    record, config = read_drafter_config(Path(given.drafter))
+    return config, str(record["target"]["name"]) if given.target is None else given.target
 
 
 def check_fit(folder: str, drafter: "DrafterConfig", name: str, size: "TargetSize") -> None:

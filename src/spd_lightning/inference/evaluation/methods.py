@@ -1,0 +1,92 @@
+"""Which methods an evaluation compares, and how each begins an answer. Knows no questions and no files of results."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spd_lightning.inference.evaluation.baseline import generate_starter
+from spd_lightning.inference.evaluation.compiled import compiled_starter
+from spd_lightning.inference.evaluation.runner import BASELINES, DRAFTED, METHODS, WHOLE_TARGET_METHODS, Method
+from spd_lightning.inference.runtime.local import LocalRuntime
+from spd_lightning.modules.checkpoint import read_drafter_config
+from spd_lightning.modules.target import FrozenTarget, TargetDtype
+
+if TYPE_CHECKING:
+    from spd_lightning.inference.decoder import PipelineDecoder
+
+
+def drafter_labels(folders: Sequence[str]) -> list[str]:
+    """A drafter's name in tables: its folder's, or of a folder `drafter` the run's around it."""
+    paths = [Path(folder).resolve() for folder in folders]
+    return [path.parent.name if path.name == "drafter" else path.name for path in paths]
+
+
+def drafter_methods(folders: Sequence[str]) -> dict[str, str]:
+    """The method of each drafter folder, as its configuration names it."""
+    return {folder: read_drafter_config(Path(folder))[1].method for folder in folders}
+
+
+def chosen_methods(
+    asked: Sequence[str] | None, drafters: Mapping[str, str], runtime: str, check_lossless: bool
+) -> list[str]:
+    """The methods to compare: those asked for, or `ar` and those of the drafters.
+
+    Args:
+        asked: names, or none.
+        drafters: the method of each folder.
+        runtime: of the decoders.
+        check_lossless: whether answers must be compared with plain decoding's.
+
+    Raises:
+        ValueError: if a name is unknown, a drafter is of none of them or one of them has no drafter, or a baseline
+            does not work with the runtime.
+    """
+    if asked is None:
+        return [method for method in METHODS if method == "ar" or method in drafters.values()]
+    if unknown := [method for method in asked if method not in METHODS]:
+        raise ValueError(f"methods {unknown}: known are {', '.join(METHODS)}")
+    drafted = [method for method in asked if method in DRAFTED]
+    if without := sorted(set(drafted) - set(drafters.values())):
+        raise ValueError(f"--methods {', '.join(without)}: none of the drafters is of this method")
+    for folder, method in drafters.items():
+        if drafted and method not in drafted:
+            raise ValueError(
+                f"the drafter {folder} is of method {method!r}: add it to --methods, or leave one of them out"
+            )
+    if check_lossless and not (drafted and "ar" in asked):
+        raise ValueError("check_lossless compares a drafter's answers with those of ar: --methods needs both")
+    if runtime == "distributed" and (whole := sorted(WHOLE_TARGET_METHODS & set(asked))):
+        raise ValueError(f"{whole} need the whole target in one process: leave them out, or use --runtime local")
+    return list(asked)
+
+
+def make_methods(
+    names: Sequence[str], decoder: "PipelineDecoder", label: str, runtime: str, dtype: TargetDtype
+) -> list[Method]:
+    """The ways to answer, plain decoding first: others are compared with it.
+
+    Args:
+        names: of the methods; those of other drafters than the decoder's are left out.
+        decoder: of one drafter.
+        label: the drafter's.
+        runtime: the decoder's.
+        dtype: of the target.
+    """
+    clock = "virtual" if runtime == "virtual" else "wall"
+    devices = decoder.runtime.num_devices
+
+    @cache
+    def whole() -> FrozenTarget:
+        assert isinstance(decoder.runtime, LocalRuntime)
+        return FrozenTarget.from_pretrained(decoder.target_name, dtype, decoder.runtime.device)
+
+    methods = {
+        "ar": Method("ar", None, decoder.start_autoregressive, devices if clock == "wall" else 1, clock),
+        "compiled": Method("compiled", None, compiled_starter(decoder, whole), 1, clock),
+        "generate": Method("generate", None, generate_starter(decoder, whole), 1, clock),
+    }
+    assert tuple(methods) == BASELINES
+    own = decoder.drafter.module.config.method
+    methods[own] = Method(own, label, decoder.start, devices, clock)
+    return [methods[name] for name in METHODS if name in names and name in methods]
