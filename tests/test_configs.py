@@ -23,7 +23,9 @@ PUBLISHED = {
     "pdm_9b_n8": (8, 3),
     "pdm_n8_exact": (8, 3),
     "pdm_n8_post_step": (8, 3),
+    "ppsd_n8": (8, 1),
 }
+POST_STEP = {"pdm_n8_post_step", "ppsd_n8"}
 
 pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI's args parameter", "ignore:Experiment logs directory")
 
@@ -48,7 +50,7 @@ def parse(path: Path, *args: str) -> TrainingCLI:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_instantiates(path: Path, targets: dict[int, Path], tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    target = targets[32 if path.stem.startswith("pdm") else 30]
+    target = targets[32 if path.stem.startswith(("pdm", "ppsd")) else 30]
     cli = parse(path, "--model.target", str(target), "--trainer.accelerator", "cpu")
     assert cli.datamodule.layout is cli.model.layout
     assert cli.datamodule.target == str(target)
@@ -60,10 +62,11 @@ def test_every_configuration_instantiates(path: Path, targets: dict[int, Path], 
         trainer = cli.trainer
         assert cli.datamodule.batch_size * trainer.accumulate_grad_batches * trainer.world_size == 64
         assert (trainer.max_epochs, trainer.gradient_clip_val) == (1, 1.0)
-        assert cli.model.layout.schedule == ("post_step" if path.stem == "pdm_n8_post_step" else "pre_step")
+        assert cli.model.layout.schedule == ("post_step" if path.stem in POST_STEP else "pre_step")
         exact = path.stem == "pdm_n8_exact"
         assert cli.model.layout.rows == ("exact" if exact else "shared")
-        assert cli.model.layout.anchors == ((0, 4, 8, 12, 16, 20, 24, 28, 31) if exact else (0, 8, 16, 24, 31))
+        anchors = {"pdm_n8_exact": (0, 4, 8, 12, 16, 20, 24, 28, 31), "ppsd_n8": (4,)}
+        assert cli.model.layout.anchors == anchors.get(path.stem, (0, 8, 16, 24, 31))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -17,10 +17,12 @@ from spd_lightning.data.datamodule import DialogueDataModule
 from spd_lightning.errors import one_line_errors
 from spd_lightning.modules.checkpoint import check_resumable, export_checkpoint, read_checkpoint
 from spd_lightning.modules.lit_module import DistillationModule
+from spd_lightning.sweep import sweep
 
 DESCRIPTION = (
     "Trains the drafter of Speculative Pipeline Decoding. "
-    "`spd-train export --ckpt_path CKPT --out DIR` makes a drafter folder of any checkpoint."
+    "`spd-train export --ckpt_path CKPT --out DIR` makes a drafter folder of any checkpoint; "
+    "`spd-train sweep FILE.yaml` trains and evaluates several runs."
 )
 
 
@@ -92,10 +94,12 @@ def main(args: list[str] | None = None) -> None:
         try:
             if given[:1] == ["export"]:
                 export(given[1:])
+            elif given[:1] == ["sweep"]:
+                sweep(given[1:])
             else:
                 train(args)
         except ArgumentError as error:
-            command = given[0] + " " if given and given[0] in (*COMMANDS, "export") else ""
+            command = given[0] + " " if given and given[0] in (*COMMANDS, "export", "sweep") else ""
             raise ValueError(f"{error} (see spd-train {command}--help)") from None
         except SIGTERMException:
             raise SystemExit(143) from None  # Lightning would leave with 0, as if the run had come to its end
