@@ -102,6 +102,21 @@ def test_estimate_is_exact_where_the_sample_is_everything(config, capsys):
     assert "dropped as unknown_schema: 2.4%" in out
 
 
+def test_estimate_counts_the_batches_of_a_token_budget(config, capsys):
+    budget = ["--data.batch_size", "null", "--data.max_length", "64", "--data.tokens_per_batch", "128"]
+    cli.main(["estimate", "--config", config, *budget])
+    out = capsys.readouterr().out
+    # 32 rows of 45 to 47 tokens, two to a batch, and one batch more because the cuts move
+    assert "steps: 9 batches of 128 tokens on each of 2 ranks, 5 optimizer steps per epoch" in out
+    assert "(global batch 512 tokens), 10 in all" in out
+    assert "one batch of 128 tokens and 5 row types" in out
+
+
+def test_estimate_of_eight_rows_unless_told_otherwise(config, capsys):
+    cli.main(["estimate", "--config", config, "--data.batch_size", "null"])
+    assert "steps: 2 batches of 8 on each of 2 ranks" in capsys.readouterr().out
+
+
 def test_estimate_extrapolates_from_a_sample(config, capsys):
     cli.main(["estimate", "--config", config, "--sample_rows", "20", "--trainer.max_steps", "3"])
     out = capsys.readouterr().out

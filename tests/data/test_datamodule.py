@@ -15,6 +15,7 @@ from spd_lightning.data.sources import Source
 from spd_lightning.modules.features import FeatureLayout
 
 NUM_ROWS = 26
+BUDGET = {"batch_size": None, "max_length": 12, "tokens_per_batch": 24}
 
 
 class Recorder(pl.LightningModule):
@@ -170,6 +171,30 @@ def test_run_resumed_at_the_end_of_an_epoch_sees_exactly_the_rest(tmp_path, make
     assert torch.equal(after.weight, whole.weight)
 
 
+@pytest.mark.parametrize("how", ["step", "sigterm", "epoch"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_resume_is_exact_with_a_token_budget(tmp_path, make_data, how, accumulate):
+    options = {"max_epochs": 3, "accumulate_grad_batches": accumulate, "data": BUDGET}
+    whole = run(tmp_path, make_data, **options)
+    num_batches = len(whole.seen) // 3
+    cut = num_batches + 4 if how == "epoch" else 4
+    before, checkpoint = interrupted(tmp_path, make_data, cut, how, **options)
+    after = run(tmp_path, make_data, ckpt_path=checkpoint, **options)
+    assert before == whole.seen[:cut]
+    assert after.seen == whole.seen[num_batches if how == "epoch" else cut :]
+    assert torch.equal(after.weight, whole.weight)
+
+
+def test_epochs_of_a_token_budget_have_the_steps_that_the_schedule_counts_on(tmp_path, make_data):
+    model = run(tmp_path, make_data, max_epochs=6, data=BUDGET)
+    total = model.trainer.estimated_stepping_batches
+    assert total == model.trainer.global_step == len(model.seen)
+    epochs = [model.seen[begin : begin + total // 6] for begin in range(0, total, total // 6)]
+    partitions = [{frozenset(number for number, _ in batch) for batch in epoch} for epoch in epochs]
+    assert all(len(frozenset().union(*partition)) == 21 for partition in partitions)
+    assert len({frozenset(partition) for partition in partitions}) > 3, "who is in a batch with whom"
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("how", ["step", "sigterm"])
 def test_resume_is_exact_with_workers_and_gradient_accumulation(tmp_path, make_data, how, num_workers):
@@ -220,9 +245,10 @@ def as_rank(data, rank, num_replicas):
     return data
 
 
+@pytest.mark.parametrize("size", [{}, BUDGET], ids=["rows", "tokens"])
 @pytest.mark.parametrize("num_replicas", [2, 3, 4])
-def test_ranks_share_rows_without_repeats_and_run_as_many_batches(make_data, num_replicas):
-    ranks = [as_rank(make_data(), rank, num_replicas) for rank in range(num_replicas)]
+def test_ranks_share_rows_without_repeats_and_run_as_many_batches(make_data, num_replicas, size):
+    ranks = [as_rank(make_data(**size), rank, num_replicas) for rank in range(num_replicas)]
     for loaders, count in (
         ([data.train_dataloader() for data in ranks], 21),
         ([data.val_dataloader() for data in ranks], 5),
@@ -284,6 +310,36 @@ def test_another_world_size_amid_an_epoch_is_told(tmp_path, make_data):
         run(tmp_path, make_data, ckpt_path=checkpoint, max_epochs=1, data={"batch_size": 3})
 
 
+def test_a_budget_instead_of_rows_amid_an_epoch_is_told(tmp_path, make_data):
+    _, checkpoint = interrupted(tmp_path, make_data, 4, "step", max_epochs=1)
+    with pytest.warns(UserWarning, match="other data, tokens_per_batch, ranks than before"):
+        run(tmp_path, make_data, ckpt_path=checkpoint, max_epochs=1, data=BUDGET)
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ({}, [2, 2, 1]),
+        ({"val_batch_size": 3}, [3, 2]),
+        (BUDGET, None),
+        (BUDGET | {"val_batch_size": 3}, [3, 2]),
+    ],
+)
+def test_validation_is_sized_as_training_unless_told_otherwise(make_data, given, sizes):
+    batches = [batch.input_ids for batch in as_rank(make_data(**given), 0, 1).val_dataloader()]
+    if sizes is None:
+        assert sum(len(ids) for ids in batches) == 5
+        assert max(ids.numel() for ids in batches) <= 24 < sum(ids.numel() for ids in batches)
+        assert len(batches[-1]) == 24 // batches[-1].shape[1], "as many of the longest as the budget holds"
+    else:
+        assert [len(ids) for ids in batches] == sizes
+
+
+def test_neither_size_means_eight_rows(make_data):
+    data = make_data(batch_size=None)
+    assert (data.batch_size, data.val_batch_size) == (8, 8)
+
+
 def test_overfitting_batches_is_refused_with_the_way_out(tmp_path, make_data):
     with pytest.raises(ValueError, match=r"overfit_batches=2 .*set `limit`"):
         run(tmp_path, make_data, max_epochs=1, overfit_batches=2)
@@ -294,6 +350,8 @@ def test_overfitting_batches_is_refused_with_the_way_out(tmp_path, make_data):
     [
         ({"batch_size": 0}, "data.batch_size=0"),
         ({"val_batch_size": 0}, "data.val_batch_size=0"),
+        ({"tokens_per_batch": 4096}, "data.batch_size=2 and data.tokens_per_batch=4096: .* set the other to null"),
+        ({"batch_size": None, "tokens_per_batch": 2047}, "data.tokens_per_batch=2047 is below data.max_length=2048"),
         ({"val_rows": 0}, "data.val_rows=0"),
         ({"num_workers": -1}, "data.num_workers=-1"),
         ({"max_length": 1}, "max_length=1"),

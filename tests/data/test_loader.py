@@ -7,7 +7,7 @@ from spd_lightning.data.corpus import join_sources
 from spd_lightning.data.loader import BatchLoader, ReplicatedRows
 from spd_lightning.data.preparation import EncodingOptions, prepare
 from spd_lightning.data.replication import Replicator
-from spd_lightning.data.sampler import LengthBucketedSampler
+from spd_lightning.data.sampler import LengthBucketedSampler, TokenBudgetSampler
 from spd_lightning.data.sources import Source
 from spd_lightning.modules.features import FeatureLayout
 
@@ -22,8 +22,8 @@ def make(tmp_path, tiny_tokenizer):
     prepared = prepare([Source(str(path))], tiny_tokenizer, EncodingOptions(), tmp_path / "cache")
     data = ReplicatedRows(join_sources(prepared, [1.0]), Replicator(FeatureLayout.build(8, 4), seed=1))
 
-    def loader(position=lambda: (0, 0), order=None, num_workers=0):
-        sampler = LengthBucketedSampler(data.rows.lengths(), 2, seed=1)
+    def loader(position=lambda: (0, 0), order=None, num_workers=0, sampler=LengthBucketedSampler, size=2):
+        sampler = sampler(data.rows.lengths(), size, seed=1)
         return BatchLoader(data, sampler, position, order or ORDER, num_workers)
 
     return loader
@@ -40,6 +40,15 @@ def test_iteration_begins_where_the_position_says(make, num_workers):
     resumed = make(lambda: (2, 3), num_workers=num_workers)
     assert seen(resumed) == whole[3:]
     assert len(resumed) == 7, "the length is that of the whole epoch"
+
+
+def test_batches_of_a_token_budget_begin_there_too(make):
+    budget = {"sampler": TokenBudgetSampler, "size": 8}
+    whole = seen(make(lambda: (2, 0), **budget))
+    resumed = make(lambda: (2, 3), **budget)
+    assert 5 < len(whole) == len(resumed)
+    assert len({len(rows) for rows, _ in whole}) > 1
+    assert seen(resumed) == whole[3:]
 
 
 def test_position_is_asked_when_the_first_batch_is_wanted(make):

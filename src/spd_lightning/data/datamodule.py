@@ -22,7 +22,7 @@ from spd_lightning.data.drop_report import SourceReport
 from spd_lightning.data.loader import BatchLoader, ReplicatedRows
 from spd_lightning.data.preparation import EncodingOptions, PreparedSource, describe, prepare
 from spd_lightning.data.replication import Replicator
-from spd_lightning.data.sampler import LengthBucketedSampler
+from spd_lightning.data.sampler import EpochSampler, LengthBucketedSampler, TokenBudgetSampler, resolve_batch_size
 from spd_lightning.data.sources import Source
 from spd_lightning.data.vocabulary import cached_counts, vocabulary_from_counts
 from spd_lightning.modules.draft_vocab import DraftVocab
@@ -55,8 +55,10 @@ class DialogueDataModule(LightningDataModule):
         turns: `each` makes one row of every assistant turn, as in serving; `joined` one of a whole dialogue (cheaper,
             but the history of templates that remove reasoning differs from serving).
         on_long: what becomes of longer sequences: `drop` (counted) or `truncate`.
-        batch_size: rows of a batch, on each rank.
-        val_batch_size: rows of a validation batch, on each rank; `batch_size` unless given.
+        batch_size: rows of a batch, on each rank; 8 unless this or `tokens_per_batch` is given.
+        tokens_per_batch: tokens of a batch on each rank, padding included, instead of `batch_size`: rows times the
+            longest of them is within it, so steps take about equally long. At least `max_length`.
+        val_batch_size: rows of a validation batch, on each rank; sized as training batches are unless given.
         num_workers: processes that make batches ahead, on each rank; 0 makes them in the training process.
         num_proc: processes that encode while preparing; as many as there are CPUs unless given.
         draft_vocab: draft vocabulary file (JSON) or drafter folder; without it the most frequent answer tokens of the
@@ -64,7 +66,8 @@ class DialogueDataModule(LightningDataModule):
         draft_vocab_size: ids of a counted draft vocabulary.
         simulate_fill: if false, every sequence is trained with a full pipeline.
         max_drop_fraction: greatest share of a source's rows that may be dropped before the run stops, 0 to 1.
-        bucket_window: global batches that are sorted by length together; more means less padding, less mixing.
+        bucket_window: global batches of `batch_size` that are sorted by length together; more means less padding, less
+            mixing.
         cache_dir: where prepared data is kept; `$SPD_CACHE` or `~/.cache/spd-lightning` unless given.
         seed: of the order of rows and of the fill levels.
     """
@@ -88,7 +91,8 @@ class DialogueDataModule(LightningDataModule):
         max_length: int = 2048,
         turns: Literal["each", "joined"] = "each",
         on_long: Literal["drop", "truncate"] = "drop",
-        batch_size: int = 8,
+        batch_size: int | None = None,
+        tokens_per_batch: int | None = None,
         val_batch_size: int | None = None,
         num_workers: int = 0,
         num_proc: int | None = None,
@@ -107,8 +111,9 @@ class DialogueDataModule(LightningDataModule):
         self.val_sources = val_sources
         self.val_rows = val_rows
         self.options = EncodingOptions(turns=turns, max_length=max_length, on_long=on_long)
-        self.batch_size = batch_size
-        self.val_batch_size = batch_size if val_batch_size is None else val_batch_size
+        self.batch_size = resolve_batch_size(batch_size, tokens_per_batch, max_length)
+        self.tokens_per_batch = tokens_per_batch
+        self.val_batch_size = self.batch_size if val_batch_size is None else val_batch_size
         self.num_workers = num_workers
         self.num_proc = num_proc
         self.draft_vocab_path = draft_vocab
@@ -119,12 +124,8 @@ class DialogueDataModule(LightningDataModule):
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
         self.seed = seed
         self._folders: _PreparedFolders | None = None
-        for name, value in (
-            ("batch_size", self.batch_size),
-            ("val_batch_size", self.val_batch_size),
-            ("bucket_window", bucket_window),
-        ):
-            if value < 1:
+        for name, value in (("val_batch_size", val_batch_size), ("bucket_window", bucket_window)):
+            if value is not None and value < 1:
                 raise ValueError(f"data.{name}={value}: must be at least 1")
         if num_workers < 0:
             raise ValueError(f"data.num_workers={num_workers}: cannot be negative")
@@ -225,17 +226,17 @@ class DialogueDataModule(LightningDataModule):
             )
         return vocab
 
-    def _loader(self, rows: RowSet, batch_size: int, shuffle: bool) -> BatchLoader:
-        kwargs = (self.trainer.distributed_sampler_kwargs if self.trainer is not None else None) or {}
-        sampler = LengthBucketedSampler(
-            rows.lengths(),
-            batch_size,
-            num_replicas=kwargs.get("num_replicas", 1),
-            rank=kwargs.get("rank", 0),
-            seed=self.seed,
-            shuffle=shuffle,
-            window=self.bucket_window,
-        )
+    def _sampler(self, lengths: np.ndarray, batch_size: int | None, shuffle: bool) -> EpochSampler:
+        given = (self.trainer.distributed_sampler_kwargs if self.trainer is not None else None) or {}
+        num_replicas, rank = given.get("num_replicas", 1), given.get("rank", 0)
+        if batch_size is None:
+            assert self.tokens_per_batch is not None
+            return TokenBudgetSampler(lengths, self.tokens_per_batch, num_replicas, rank, self.seed, shuffle)
+        window = self.bucket_window
+        return LengthBucketedSampler(lengths, batch_size, num_replicas, rank, self.seed, shuffle, window)
+
+    def _loader(self, rows: RowSet, batch_size: int | None, shuffle: bool) -> BatchLoader:
+        sampler = self._sampler(rows.lengths(), batch_size, shuffle)
         pad_token_id = cast(int | None, self.tokenizer.pad_token_id)
         replicator = Replicator(
             self.layout,
@@ -243,12 +244,7 @@ class DialogueDataModule(LightningDataModule):
             pad_token_id=self.eos_token_ids[0] if pad_token_id is None else pad_token_id,
             simulate_fill=self.simulate_fill,
         )
-        order = {
-            "data": rows.data_hash,
-            "seed": self.seed,
-            "global batch size": sampler.global_size,
-            "bucket_window": self.bucket_window,
-        }
+        order = {"data": rows.data_hash, "seed": self.seed, **sampler.order}
         position = self._position if shuffle else partial(tuple, (0, 0))
         return BatchLoader(ReplicatedRows(rows, replicator), sampler, position, order, self.num_workers)
 
