@@ -91,3 +91,25 @@ def test_without_a_gpu_the_way_out_is_named(script: ModuleType, tmp_path: Path, 
     with pytest.raises(SystemExit):
         script.main()
     assert "--smoke runs on the CPU" in capsys.readouterr().err
+
+
+def test_the_smoke_run_of_training_clocks_every_case(tmp_path: Path) -> None:
+    """`benchmarks/gpu_train.py`: chunks and their dense twin see the same losses, compiled or not."""
+    out = tmp_path / "smoke.json"
+    command = [sys.executable, str(SCRIPT.with_name("gpu_train.py")), "--smoke", "--out", str(out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=280)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(out.read_text())
+    assert content["left_out"] == [] and content["seq"] == 96
+    cases = content["cases"]
+    assert [(case["rows"], case["attention"], case["compile_target"]) for case in cases] == [
+        ("exact", "chunked", False), ("exact", "dense", False), ("shared", "chunked", False), ("shared", "dense", False),
+        ("shared", "chunked", True),
+    ]  # fmt: skip
+    for case in cases:
+        assert case["tokens_per_second"] == pytest.approx(content["batch"] * content["seq"] / case["step_seconds"])
+        assert 0 < case["target_seconds"] < case["step_seconds"]
+    losses = {rows: [case["first_loss"] for case in cases if case["rows"] == rows] for rows in ("exact", "shared")}
+    for of_one_layout in losses.values():
+        assert max(of_one_layout) - min(of_one_layout) < 0.01 * max(of_one_layout)  # bfloat16
