@@ -9,7 +9,7 @@ from torch import Tensor
 from spd_lightning.modules.decoder_layer import rotary_tables, rotate
 from spd_lightning.modules.drafter import PipelineDraftModule
 from spd_lightning.modules.features import FeatureLayout, visible_depth
-from spd_lightning.modules.structural_attention import BACKENDS, dense_attention
+from spd_lightning.modules.structural_attention import chunked_attention, dense_attention
 from tests.modules.conftest import make_drafter
 
 LAYOUTS = {
@@ -134,7 +134,7 @@ def test_backends_give_the_same_loss_gradients(name: str) -> None:
     visible = torch.tensor(layout.visibility_table())
     positions = torch.arange(seq).expand(layout.num_stages, seq)
     gradients = []
-    for attention in BACKENDS.values():
+    for attention in (dense_attention, chunked_attention):
         drafter = make_drafter(layout)
         drafter.structural_attention = attention
         drafter(states, positions, visible).pow(2).sum().backward()

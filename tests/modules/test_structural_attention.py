@@ -1,11 +1,16 @@
-"""The chunked backend equals its dense twin, in values and gradients."""
+"""The fast backends equal their dense twin, in values and gradients."""
 
 import pytest
 import torch
 
-from spd_lightning.modules import structural_attention
+from spd_lightning.modules import flex_attention, structural_attention
 from spd_lightning.modules.features import FeatureLayout
-from spd_lightning.modules.structural_attention import chunked_attention, dense_attention, visible_block
+from spd_lightning.modules.structural_attention import (
+    chunk_length,
+    chunked_attention,
+    dense_attention,
+    visible_block,
+)
 
 LAYOUTS = {
     "exact_n4": FeatureLayout.build(8, 4),
@@ -28,7 +33,8 @@ def table(layout: FeatureLayout) -> torch.Tensor:
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("only_first_row", [False, True])
 def test_chunked_equals_dense_for_every_fill(name: str, seq: int, only_first_row: bool, monkeypatch) -> None:
-    monkeypatch.setattr(structural_attention, "QUERY_CHUNK", 16 if seq < 100 else 64)
+    # Chunks of 5 are shorter than the band of eight stages.
+    monkeypatch.setattr(structural_attention, "chunk_length", lambda *_: min(seq, 5 if seq < 100 else 48))
     layout = LAYOUTS[name]
     rows, batch = layout.num_rows, layout.num_stages  # one sequence of the batch per fill level
     generator = torch.Generator().manual_seed(seq)
@@ -73,3 +79,100 @@ def test_the_mask_is_the_one_drawn_by_hand() -> None:
     for drawn, computed in zip((refilling, full), mask, strict=True):
         expected = [[int(cell) for cell in row.replace(" ", "")] for row in drawn]
         assert computed.tolist() == expected
+
+
+def test_chunks_grow_with_the_sequence_and_shrink_with_the_rows() -> None:
+    assert [chunk_length(5, 3, 5, seq, "cpu") for seq in (7, 2048, 8192)] == [7, 64, 128]
+    assert chunk_length(1, 3, 5, 2048, "cpu") > chunk_length(5, 3, 5, 2048, "cpu") > chunk_length(9, 3, 9, 2048, "cpu")
+    assert chunk_length(5, 3, 5, 2048, "cuda") > 128
+
+
+def test_16_bit_key_gradients_are_summed_in_float32(monkeypatch) -> None:
+    """Every chunk adds to the gradient of the oldest keys: summed in 16 bits they would drift."""
+    monkeypatch.setattr(structural_attention, "chunk_length", lambda *_: 4)
+    layout, seq = LAYOUTS["exact_n4"], 512
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, layout.num_rows, seq, 8) for heads in (2, 1, 1)]
+    wide = [torch.randn(shape, generator=generator).bfloat16().float() for shape in shapes]
+    visible, out_gradient = table(layout)[-1:], torch.ones(shapes[0])
+    exact, narrow = (
+        torch.autograd.grad(chunked_attention(*tensors, visible), tensors, out_gradient.to(dtype))[2][:, :, -1]
+        for dtype in (torch.float32, torch.bfloat16)
+        for tensors in [[x.to(dtype).requires_grad_() for x in wide]]
+    )
+    assert ((narrow.float() - exact).norm() / exact.norm()) < 4e-3
+
+
+def flex_inputs(layout: FeatureLayout, num_query_rows: int, seq: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seq)
+    counts = ((4, num_query_rows), (2, layout.num_rows), (2, layout.num_rows))
+    shapes = [(layout.num_stages, heads, count, seq, 16) for heads, count in counts]
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", ["exact_uneven", "post_step_n4"])
+def test_flex_equals_dense_forwards_on_the_cpu(name: str, monkeypatch) -> None:
+    monkeypatch.setattr(flex_attention, "BLOCK", 16)
+    layout = LAYOUTS[name]
+    for num_query_rows, seq in ((layout.num_rows, 21), (1, 32)):
+        tensors = flex_inputs(layout, num_query_rows, seq, torch.float64)
+        with torch.no_grad():
+            flex = flex_attention.flex_attention(*tensors, table(layout))
+        torch.testing.assert_close(flex, dense_attention(*tensors, table(layout)), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("block", [4, 16])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("only_first_row", [False, True])
+def test_flex_blocks_are_those_of_the_dense_mask(name: str, block: int, only_first_row: bool, monkeypatch) -> None:
+    monkeypatch.setattr(flex_attention, "BLOCK", block)
+    layout, seq = LAYOUTS[name], 4 * block
+    rows = 1 if only_first_row else layout.num_rows
+    positions = torch.arange(seq)
+    dense = visible_block(table(layout), positions, positions, rows, torch.arange(layout.num_rows))
+    cells = dense.flatten(3, 4).flatten(1, 2).unflatten(2, (-1, block)).unflatten(1, (-1, block)).transpose(2, 3)
+    some, all_of = cells.flatten(3, 4).any(dim=-1), cells.flatten(3, 4).all(dim=-1)
+    mask = flex_attention.block_mask(table(layout), rows, seq)
+    kinds = ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
+    for (counts, indices), expected in zip(kinds, (some & ~all_of, all_of), strict=True):
+        taken = torch.arange(indices.shape[-1]) < counts[..., None]
+        chosen = torch.zeros_like(taken).scatter(-1, indices.long(), taken)
+        assert torch.equal(chosen[:, 0], expected)
+
+
+def test_flex_compiles_once_for_all_lengths(monkeypatch) -> None:
+    monkeypatch.setattr(flex_attention, "BLOCK", 16)
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(flex_attention.flex.flex_attention, backend=counter, dynamic=True)
+    layout = LAYOUTS["exact_uneven"]
+    for seq in (21, 40, 61, 90, 120):
+        query, key, value = (
+            x.flatten(2, 3) for x in flex_inputs(layout, layout.num_rows, seq + -seq % 16, torch.float32)
+        )
+        mask = flex_attention.block_mask(table(layout), layout.num_rows, seq + -seq % 16)
+        with torch.no_grad():
+            compiled(query, key, value, block_mask=mask, enable_gqa=True)
+    assert counter.frame_count == 1
+
+
+def test_flex_says_that_the_cpu_cannot_train_it() -> None:
+    layout = LAYOUTS["exact_n4"]
+    query, *others = flex_inputs(layout, 1, 5, torch.float32)
+    with pytest.raises(ValueError, match="gradients on a GPU only; use 'chunked'"):
+        flex_attention.flex_attention(query.requires_grad_(), *others, table(layout))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention has gradients on a GPU only")
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("backend", ["flex", "chunked"])
+def test_backends_equal_dense_on_a_gpu(name: str, backend: str) -> None:
+    layout = LAYOUTS[name]
+    for num_query_rows, seq in ((layout.num_rows, 131), (1, 300)):
+        tensors = [x.cuda().requires_grad_() for x in flex_inputs(layout, num_query_rows, seq, torch.float32)]
+        results = []
+        for attention in (dense_attention, structural_attention.BACKENDS[backend]):
+            out = attention(*tensors, table(layout).cuda())
+            results.append([out, *torch.autograd.grad(out, tensors, torch.ones_like(out))])
+        for dense, fast in zip(*results, strict=True):
+            torch.testing.assert_close(fast, dense, rtol=1e-4, atol=1e-4)

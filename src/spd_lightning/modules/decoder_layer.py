@@ -71,7 +71,9 @@ class DrafterAttention(nn.Module):
         key = self.k_norm(self.split_heads(self.k_proj(hidden)))
         value = self.split_heads(self.v_proj(hidden))
         query, key, value = (x.movedim(3, 1) for x in (query, key, value))  # batch heads rows seq head_dim
-        out = attend(rotate(query, rotary), rotate(key, rotary), value)
+        # The norms widen under autocast; attention computes in the dtype of the projections.
+        query, key = (rotate(x, rotary).to(value.dtype) for x in (query, key))
+        out = attend(query, key, value)
         return self.o_proj(out.movedim(1, 3).flatten(-2))
 
 

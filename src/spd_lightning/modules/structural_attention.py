@@ -1,18 +1,27 @@
-"""Attention over replicated rows under the structural mask (design §4): a dense twin and an exact chunked backend.
+"""Attention over replicated rows under the structural mask (design §4): a dense twin and exact fast backends.
 
-Both read the mask from one table, `visible_row`: the row type that row type `r` sees at distance `min(t - T, n)`.
+All read the mask from one table, `visible_row`: the row type that row type `r` sees at distance `min(t - T, n)`.
 The last row type is the only one visible at distance `n` and beyond. Knows no layers, no padding (sequences are
 right-padded, and no position sees a later one) and no fill levels.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-QUERY_CHUNK = 64
+from spd_lightning.modules.flex_attention import flex_attention
+
+CHUNK_OVERHEAD = {"cpu": 256, "cuda": 4096}
+"""What starting a chunk costs, in query rows per key head that could be computed instead.
+
+`cpu` fits timings of several lengths, which are flat around the best; `cuda` is an estimate.
+"""
 
 
 StructuralAttention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -52,6 +61,73 @@ def dense_attention(
     return out.unflatten(2, (num_query_rows, seq))
 
 
+class ChunkKeys(torch.autograd.Function):
+    """Keys or values of every chunk `[low, end)`: the last row type at `[0, low)`, then all row types in the chunk.
+
+    The second part runs by position and within it by row type. Ordinary slices would fill and add a whole gradient
+    per chunk; here each chunk adds only what it read, in float32 at least.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Float[Tensor, "batch kv_heads rows seq head_dim"], bounds: Sequence[tuple[int, int]]):
+        ctx.bounds, ctx.shape = bounds, x.shape
+        return tuple(
+            torch.cat([x[:, :, -1, :low], x[:, :, :, low:end].transpose(2, 3).flatten(2, 3)], dim=2)
+            for low, end in bounds
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *chunks: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        dtype = torch.promote_types(chunks[0].dtype, torch.float32)
+        gradient = chunks[0].new_zeros(ctx.shape, dtype=dtype)
+        for (low, end), chunk in zip(ctx.bounds, chunks, strict=True):
+            near = chunk[:, :, low:].unflatten(2, (end - low, -1))
+            gradient[:, :, -1, :low] += chunk[:, :, :low]
+            gradient[:, :, :, low:end] += near.transpose(2, 3)
+        return gradient.to(chunks[0].dtype), None
+
+
+def chunk_length(num_query_rows: int, group: int, rows: int, seq: int, device: str) -> int:
+    """Query positions per chunk that cost least.
+
+    A query row of a chunk of `C` positions meets about `seq / 2 + (rows - 1/2) C` keys, and starting the chunk costs
+    as much as `CHUNK_OVERHEAD` more query rows beside its own `group * num_query_rows * C`. The product of the two is
+    smallest at the root taken here; it is flat around it.
+
+    Args:
+        num_query_rows: row types that are queries.
+        group: query heads per key head.
+        rows: row types that are keys.
+        seq: positions.
+        device: its type.
+    """
+    overhead = CHUNK_OVERHEAD.get(device, CHUNK_OVERHEAD["cuda"])
+    best = math.sqrt(seq / 2 * overhead / (group * num_query_rows * (rows - 0.5)))
+    return min(seq, max(16, 16 * round(best / 16)))
+
+
+def hidden_from_chunk(
+    visible_row: Int[Tensor, "batch rows distances"], num_query_rows: int, group: int, length: int, prefix: int
+) -> Bool[Tensor, "batch group query_rows length keys"]:
+    """What no query of a chunk may see, for every chunk at once: true is hidden.
+
+    Its columns are `prefix` last rows, then all row types from `band` positions before the chunk to its end. A chunk
+    with fewer keys before it takes a slice: visibility depends on the distance alone.
+    """
+    band = visible_row.shape[-1] - 2
+    device = visible_row.device
+    near = visible_block(
+        visible_row,
+        torch.arange(length, device=device),
+        torch.arange(-band, length, device=device),
+        num_query_rows,
+        torch.arange(visible_row.shape[1], device=device),
+    )
+    hidden = ~near.transpose(3, 4).flatten(3, 4)  # batch query_rows length (positions rows)
+    return F.pad(hidden, (prefix, 0))[:, None].expand(-1, group, -1, -1, -1)
+
+
 def chunked_attention(
     query: Float[Tensor, "batch heads query_rows seq head_dim"],
     key: Float[Tensor, "batch kv_heads rows seq head_dim"],
@@ -61,33 +137,34 @@ def chunked_attention(
     """Exact, chunk of query positions by chunk, over the keys that any of them can see.
 
     For positions `[start, end)` these are the last row type at `[0, end)` and the other row types in the band
-    `[start - n + 1, end)`: about `rows * seq^2 / 2` scores instead of `(rows * seq)^2`.
+    `[start - n + 1, end)`: about `rows * seq^2 / 2` scores instead of `(rows * seq)^2`. Query heads that share a key
+    head enter as further query rows, so every kernel of every device will do and has long blocks to work on.
     """
     num_query_rows, seq = query.shape[2:4]
-    last_row = key.shape[2] - 1
+    kv_heads, rows = key.shape[1:3]
+    group = query.shape[1] // kv_heads
     band = visible_row.shape[-1] - 2  # farthest distance at which another row type than the last is visible
-    last_rows, other_rows = torch.arange(last_row + 1, device=query.device).split([last_row, 1])[::-1]
-    chunks = []
-    for start in range(0, seq, QUERY_CHUNK):
-        end = min(start + QUERY_CHUNK, seq)
-        low = max(0, start - band)
-        queries = torch.arange(start, end, device=query.device)
-        keys = torch.arange(end, device=query.device)
-        mask = torch.cat(
-            [
-                visible_block(visible_row, queries, keys, num_query_rows, last_rows).flatten(3, 4),
-                visible_block(visible_row, queries, keys[low:], num_query_rows, other_rows).flatten(3, 4),
-            ],
-            dim=-1,
-        ).flatten(1, 2)[:, None]  # batch 1 (query_rows queries) keys
-        chunk_key, chunk_value = (
-            torch.cat([x[:, :, last_row, :end], x[:, :, :last_row, low:end].flatten(2, 3)], dim=2) for x in (key, value)
-        )
-        out = F.scaled_dot_product_attention(
-            query[:, :, :, start:end].flatten(2, 3), chunk_key, chunk_value, attn_mask=mask, enable_gqa=True
-        )
-        chunks.append(out.unflatten(2, (num_query_rows, end - start)))
-    return torch.cat(chunks, dim=3)
+    length = chunk_length(num_query_rows, group, rows, seq, query.device.type)
+    starts = range(0, seq, length)
+    bounds = [(max(0, start - band), min(start + length, seq)) for start in starts]
+    hidden = hidden_from_chunk(visible_row, num_query_rows, group, length, prefix=seq)
+    bias = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
+    keys, values = ChunkKeys.apply(key, bounds), ChunkKeys.apply(value, bounds)
+    outputs = []
+    for start, (low, end), chunk_key, chunk_value in zip(starts, bounds, keys, values, strict=True):
+        count, cut = end - start, max(0, band - start)  # positions of the band that lie before the sequence
+        columns = slice(seq + cut * rows - low, seq + (band + count) * rows)
+        mask = bias[:, :, :, :count, columns].flatten(1, 3)[:, None]  # batch 1 (group query_rows queries) keys
+        if mask.is_cuda:
+            mask = mask.contiguous()  # the fused kernels want it aligned, and a view begins anywhere
+        chunk_query = query[:, :, :, start:end].unflatten(1, (kv_heads, group)).flatten(2, 4)
+        out = F.scaled_dot_product_attention(chunk_query, chunk_key, chunk_value, attn_mask=mask)
+        outputs.append(out.unflatten(2, (group, num_query_rows, count)))
+    return torch.cat(outputs, dim=4).flatten(1, 2)
 
 
-BACKENDS: dict[str, StructuralAttention] = {"dense": dense_attention, "chunked": chunked_attention}
+BACKENDS: dict[str, StructuralAttention] = {
+    "chunked": chunked_attention,
+    "dense": dense_attention,
+    "flex": flex_attention,
+}
