@@ -68,14 +68,18 @@ def test_a_draft_projects_one_row_for_each_depth():
         projection_inputs=(1, 2, 3), num_gains=3, draft_vocab_size=7,
     )  # fmt: skip
     costs = DrafterCosts(size, layout, 2, length=6)
-    assert costs.row_inputs == (1, 1, 2, 2, 3)
+    assert costs.row_inputs(4) == (1, 1, 2, 2, 3)
+    assert [costs.row_inputs(fill) for fill in (1, 2, 3)] == [(1,), (1, 1), (1, 1, 2)]
     layer = 2 * 10 * 8 + 2 * 10 * 4 + 3 * 10 * 20
     weights = 9 * 100 + 3 * 10 + 3 * (layer + 2 * 10 + 2 * 4) + 7 * 10 + 10
     assert costs.draft.read_bytes == 2 * (weights + 3 * 2 * 4 * 6)
     assert costs.draft.flops == 2 * (9 * 100 + 5 * 3 * layer + 70) + 5 * 3 * 4 * 8 * 6
     assert costs.draft.weight_bytes == 2 * (weights - 3 * 100)
     post_step = FeatureLayout.build(8, 4, anchors=[0, 3, 7], schedule="post_step")
-    assert DrafterCosts(size, post_step, 2, length=6).row_inputs == (1, 2, 2, 3)
+    assert DrafterCosts(size, post_step, 2, length=6).row_inputs(4) == (1, 2, 2, 3)
+    assert costs.draft == costs.draft_at(4)
+    # Rows of depth 0 and 1, one anchor each.
+    assert costs.draft_at(2).read_bytes == 2 * (weights - 6 * 100 + 2 * 100 - 3 * 100 + 3 * 2 * 4 * 6)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_5"])

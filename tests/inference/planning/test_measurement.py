@@ -45,7 +45,7 @@ def test_every_piece_of_every_family_is_timed(tmp_path, family, dtype):
     assert isinstance(times, PieceTimes)
     assert times.is_measured
     assert "MEASURED" in times.explanation
-    pieces = [times.head_ms, times.stage_fixed_ms, times.drafter_ms(drafter_for(times, 2))]
+    pieces = [times.head_ms, times.stage_fixed_ms, times.drafter_ms(drafter_for(times, 2), 4)]
     pieces += [times.layer_ms(layer_type) for layer_type in times.target.by_type]
     assert all(milliseconds > 0 for milliseconds in pieces)
 
@@ -93,8 +93,10 @@ def test_a_layers_time_is_its_share_of_the_stage_without_what_layers_share(tmp_p
     assert times.layer_ms("full_attention") == (20.0 - 4.0) / 8
 
 
-@pytest.mark.parametrize("schedule", ["pre_step", "post_step"])
-def test_drafts_are_timed_with_a_full_pipeline_and_the_asked_context(tmp_path, monkeypatch, schedule):
+@pytest.mark.parametrize(
+    ("fill", "schedule", "num_rows"), [(3, "pre_step", 4), (3, "post_step", 3), (1, "pre_step", 1)]
+)
+def test_drafts_are_timed_at_the_asked_fill_and_context(tmp_path, monkeypatch, fill, schedule, num_rows):
     times = make_times(tmp_path, "llama")
     blocks = []
     run_layers = PipelineDraftModule.run_layers
@@ -104,9 +106,10 @@ def test_drafts_are_timed_with_a_full_pipeline_and_the_asked_context(tmp_path, m
         return run_layers(module, hidden, position_ids, attends, num_query_rows)
 
     monkeypatch.setattr(PipelineDraftModule, "run_layers", recorded)
-    times.drafter_ms(drafter_for(times, 2, schedule))
-    num_rows = 4 if schedule == "pre_step" else 3
-    one = [(1, LENGTH, 0), *((1, num_rows, LENGTH + index) for index in range(4))]
+    times.drafter_ms(drafter_for(times, 2, schedule), fill)
+    # A full pipeline: each draft takes a row into the cache, so the next one begins a position later.
+    moves = 1 if fill == 3 else 0
+    one = [(1, LENGTH, 0), *((1, num_rows, LENGTH + moves * index) for index in range(4))]
     assert blocks == one + [(4, *block[1:]) for block in one]
 
 
@@ -114,15 +117,25 @@ def test_each_drafter_layer_more_costs_the_same(tmp_path, monkeypatch):
     times = make_times(tmp_path, "llama")
     asked = []
 
-    def draft_ms(drafter: DrafterCosts) -> float:
+    def draft_ms(drafter: DrafterCosts, fill: int) -> float:
         asked.append(drafter.size.num_layers)
         return 2.0 + 0.5 * drafter.size.num_layers
 
     monkeypatch.setattr(times, "_draft_ms", draft_ms)
-    assert [times.drafter_ms(drafter_for(times, layers)) for layers in (1, 2, 3, 8)] == [2.5, 3.0, 3.5, 6.0]
+    assert [times.drafter_ms(drafter_for(times, layers), 3) for layers in (1, 2, 3, 8)] == [2.5, 3.0, 3.5, 6.0]
     assert asked == [1, 4]  # once for all depths
-    times.drafter_ms(drafter_for(times, 2, anchors=(0, 4, 7)))  # the same sizes, but one row with less to project
+    times.drafter_ms(drafter_for(times, 2, anchors=(0, 4, 7)), 3)  # the same sizes, but one row with less to project
     assert asked == [1, 4, 1, 4]
+
+
+def test_between_one_token_and_a_full_pipeline_times_follow_what_is_read(tmp_path, monkeypatch):
+    times = make_times(tmp_path, "llama")
+    monkeypatch.setattr(times, "_draft_ms", lambda drafter, fill: {1: 2.0, 3: 5.0}[fill])
+    drafter = drafter_for(times, 1)
+    one, two, full = (drafter.draft_at(fill).read_bytes for fill in (1, 2, 3))
+    assert [times.drafter_ms(drafter, fill) for fill in (1, 3)] == [2.0, 5.0]
+    assert times.drafter_ms(drafter, 2) == pytest.approx(2.0 + 3.0 * (two - one) / (full - one))
+    assert 2.0 < times.drafter_ms(drafter, 2) < 5.0
 
 
 def test_the_drafter_that_is_timed_has_the_planned_sizes(tmp_path):

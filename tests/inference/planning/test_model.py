@@ -60,6 +60,19 @@ def test_a_drafter_can_hide_behind_the_full_pipeline_only(drafter_ms, full, alwa
     assert (prediction.is_drafter_hidden, prediction.is_drafter_always_hidden) == (full, always)
 
 
+def test_a_filling_pipeline_drafts_faster():
+    """Drafts of 1, 3 and 4.5 ms beside stages of 3, 4 and 5 ms: hidden at every fill level."""
+    pieces = MeasuredPieces((3.0, 4.0, 2.0), 3.0, 4.5, filling_drafter_ms=(1.0, 3.0))
+    prediction = predict(pieces, p=0.5)
+    assert [prediction.work_ms(fill) for fill in (1, 2, 3)] == [3.0, 4.0, 5.0]
+    assert prediction.is_drafter_always_hidden
+    assert not predict(
+        MeasuredPieces((3.0, 4.0, 2.0), 3.0, 4.5, filling_drafter_ms=(1.0, 4.1)), p=0.5
+    ).is_drafter_always_hidden
+    post = predict(pieces, p=0.5, schedule="post_step")
+    assert [post.work_ms(fill) for fill in (1, 2, 3)] == [3.0 + 1.0, 4.0 + 3.0, 5.0 + 4.5]
+
+
 def test_stages_wait_for_a_drafter_that_takes_longer():
     prediction = predict(MeasuredPieces((3.0, 4.0, 2.0), 3.0, 6.0), p=1.0)
     assert (prediction.cycle_ms, prediction.slack_ms, prediction.is_drafter_hidden) == (6.0, -1.0, False)
@@ -71,6 +84,13 @@ def test_post_step_drafting_adds_to_the_slowest_stage_and_waits_for_one_more_mes
     assert prediction.cycle_ms == 5.0 + 4.5 + 2 * 0.5 + 0.25
     assert prediction.mean_cycle_ms == pytest.approx((5.0 + 4.5 + 0.5 * (3.0 + 4.5 + 4.0 + 4.5)) / 2 + 1.25)
     assert not prediction.is_drafter_hidden
+
+
+def test_post_step_drafting_waits_only_for_the_stages_that_it_reads():
+    """PPSD reads the first of three stages, which take 3, 4 and 5 ms."""
+    prediction = predict(PIECES, p=0.5, schedule="post_step", read_stages=(1,))
+    assert [prediction.work_ms(fill) for fill in (1, 2, 3)] == [3.0 + 4.5] * 3
+    assert predict(PIECES, p=0.5, schedule="post_step", read_stages=(2,)).work_ms(1) == 4.5
 
 
 def test_a_rank_with_all_layers_pays_for_what_layers_share_once():

@@ -49,7 +49,7 @@ class FixedTimes:
     def layer_ms(self, layer_type: str) -> float:
         return 1.0
 
-    def drafter_ms(self, drafter: DrafterCosts) -> float:
+    def drafter_ms(self, drafter: DrafterCosts, fill: int) -> float:
         self.asked.append(drafter)
         return self.spec_layer_ms * drafter.size.num_layers
 
@@ -66,7 +66,11 @@ def test_estimates_are_bytes_over_a_share_of_the_bandwidth(qwen_costs):
     assert times.layer_ms("full_attention") == pytest.approx(costs.by_type["full_attention"].read_bytes / 600e6)
     layout = FeatureLayout.build(32, 8)
     drafter = QUARTERS.costs(costs, layout.stage_layers, 3)
-    assert times.drafter_ms(drafter) == pytest.approx(drafter.draft.read_bytes / 600e6)
+    assert times.drafter_ms(drafter, 8) == pytest.approx(drafter.draft.read_bytes / 600e6)
+    assert times.drafter_ms(drafter, 1) == pytest.approx(drafter.draft_at(1).read_bytes / 600e6)
+    pieces = qwen_planner(costs).plan("uniform", (4,) * 8, 3).prediction.pieces
+    by_fill = [pieces.drafter_ms_at(fill) for fill in range(1, 9)]
+    assert by_fill == sorted(by_fill) and by_fill[-1] == pieces.drafter_ms > by_fill[0] > 0.2 * by_fill[-1]
     assert not times.is_measured
     for bandwidth in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="bandwidth="):
@@ -107,8 +111,13 @@ def test_qwen_4b_in_figures(qwen_costs):
     draft = 2 * ((1 + 1 + 2 + 2 + 3 + 3 + 4 + 5 + 5) * 2560**2 + 3 * layer + 50_000 * 2560) + 3 * 2 * 1024 * 1024 * 2
     assert prediction.pieces.drafter_ms == pytest.approx(draft / 2400e6, rel=1e-3)
     assert prediction.is_drafter_hidden
-    # Filling, the drafter is slower than five layers: 0.2 x 7 such cycles for each full one.
-    mean = (0.621 + 0.2 * 7 * draft / 2400e6) / 2.4 + 0.1
+    # Filling, even the drafter's 7 rows take less than the five layers of the first stage: 0.2 x 7 such cycles for each
+    # full one.
+    seven_rows = draft - 2 * (5 + 5) * 2560**2
+    assert prediction.pieces.drafter_ms_at(7) == pytest.approx(seven_rows / 2400e6, rel=1e-3)
+    first_stage = (4 * 230.2 + 219.2) / 2400
+    assert prediction.pieces.drafter_ms_at(7) < first_stage < prediction.pieces.drafter_ms
+    mean = (0.621 + 0.2 * 7 * first_stage) / 2.4 + 0.1
     assert prediction.speedup == pytest.approx(3.562 / 2.4 / mean, rel=1e-3)
 
 
@@ -150,6 +159,13 @@ def test_of_equally_fast_drafters_the_deepest_hidden_one_is_the_best():
     assert balanced.num_spec_layers == 3  # 4.5 ms behind 5 ms; 4 would take 6
     assert balanced.prediction.is_drafter_hidden
     assert best_plan(plans) == balanced
+
+
+def test_a_post_step_drafter_of_first_stage_states_waits_for_the_first_stage():
+    planner = fixed_planner(12, DrafterOptions((4,), "post_step", 50), head_ms=0.0, spec_layer_ms=1.0)
+    assert planner.plan("uniform", (4, 4, 4), 1).prediction.read_stages == (1,)
+    boundaries = fixed_planner(12, DrafterOptions("auto", "post_step", 50), head_ms=0.0, spec_layer_ms=1.0)
+    assert boundaries.plan("uniform", (4, 4, 4), 1).prediction.read_stages == (1, 2, 3)
 
 
 def test_post_step_the_shallowest_drafter_is_the_best():

@@ -25,9 +25,15 @@ def clock(num_stages: int, drafts_first: bool, anchors: tuple[int, ...]) -> Virt
     ],
 )
 def test_ranks_run_side_by_side(times: CycleTimes, pre_step: float, post_step: float) -> None:
-    anchors = (200, 0) if times.fill == 1 else (100, 0)
+    anchors = (200, 0) if times.fill == 1 else (100, 10)
     assert clock(2, True, anchors).cycle_seconds(times) == pre_step
     assert clock(2, False, anchors).cycle_seconds(times) == post_step
+
+
+def test_post_step_drafting_waits_only_for_stages_that_send_something() -> None:
+    """PPSD: stage 1 is there at 1 + 1.5, the drafter ends at 2.5 + 2; stage 2 ends at 5 and judges for 0.5."""
+    times = CycleTimes(2, spans={PDM: 2.0, "stage 1": 1.0, "stage 2": 5.0, VERIFY: 0.5})
+    assert clock(2, False, (100, 0)).cycle_seconds(times) == 5.5 + 0.25
 
 
 def test_with_one_stage_the_verifier_waits_for_the_draft() -> None:

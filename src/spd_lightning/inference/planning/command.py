@@ -118,8 +118,11 @@ def read_drafter(given: Namespace) -> tuple["DrafterConfig | None", str]:
         return None, given.target
 
     from spd_lightning.modules.checkpoint import read_drafter_config
+    from spd_lightning.modules.eagle.eagle_config import Eagle3Config
 
     record, config = read_drafter_config(Path(given.drafter))
+    if isinstance(config, Eagle3Config):
+        raise ValueError(f"{given.drafter}: an EAGLE-3 drafter runs on one device, so there is no split to plan")
     return config, str(record["target"]["name"]) if given.target is None else given.target
 
 

@@ -118,7 +118,7 @@ class TargetCosts:
 
 @dataclass(frozen=True)
 class DrafterCosts:
-    """A Pipeline Draft Module while decoding with a full pipeline.
+    """A Pipeline Draft Module while decoding.
 
     Args:
         size: of the drafter.
@@ -132,16 +132,24 @@ class DrafterCosts:
     num_bytes: int
     length: int
 
-    @property
-    def row_inputs(self) -> tuple[int, ...]:
-        """Anchor states that each row of a draft is projected from: one row for each depth that the drafter reads."""
-        return tuple(self.layout.deepest_anchor(depth) + 1 for depth in self.layout.depths)
+    def row_inputs(self, fill: int) -> tuple[int, ...]:
+        """Anchor states that each row of a draft is projected from, with `fill` tokens in flight.
+
+        One row for each token in flight, and pre-step, when the pipeline is full, one for the token that has just left:
+        then there is one for each depth that the drafter reads.
+        """
+        depths = self.layout.depths if fill == self.layout.num_stages else self.layout.depths[:fill]
+        return tuple(self.layout.deepest_anchor(depth) + 1 for depth in depths)
 
     @property
     def draft(self) -> Cost:
+        """One draft with a full pipeline."""
+        return self.draft_at(self.layout.num_stages)
+
+    def draft_at(self, fill: int) -> Cost:
         """One draft. Each row is projected by itself, so a projection is read once for every row that uses it."""
-        size, num_rows = self.size, len(self.row_inputs)
-        projected = sum(map(size.projection_parameters, self.row_inputs))
+        size, inputs = self.size, self.row_inputs(fill)
+        num_rows, projected = len(inputs), sum(map(size.projection_parameters, inputs))
         unprojected = size.num_parameters - sum(map(size.projection_parameters, size.projection_inputs))
         kv_bytes = size.num_layers * 2 * size.kv_width * self.length * self.num_bytes
         matrices = size.num_layers * size.matrix_parameters

@@ -74,15 +74,20 @@ class MeasuredTimes:
             f"itself, at {self.target.length:,} tokens of context"
         )
 
-    def drafter_ms(self, drafter: DrafterCosts) -> float:
-        """One draft with a full pipeline."""
+    def drafter_ms(self, drafter: DrafterCosts, fill: int) -> float:
+        """One draft; between one token in flight and a full pipeline the times follow what is read."""
+        last = drafter.layout.num_stages
+        if 1 < fill < last:
+            few, many = self.drafter_ms(drafter, 1), self.drafter_ms(drafter, last)
+            reads = [drafter.draft_at(level).read_bytes for level in (1, fill, last)]
+            return few + (many - few) * (reads[1] - reads[0]) / (reads[2] - reads[0])
         few, many = SPEC_LAYERS
         size = replace(drafter.size, num_layers=few)
-        key = (drafter.row_inputs, size)  # all that the work depends on: many splits have the same
+        key = (drafter.row_inputs(fill), size)  # all that the work depends on: many splits have the same
         if key not in self._drafters_ms:
             deeper = replace(size, num_layers=many)
             self._drafters_ms[key] = (
-                self._draft_ms(replace(drafter, size=size)), self._draft_ms(replace(drafter, size=deeper))
+                self._draft_ms(replace(drafter, size=size), fill), self._draft_ms(replace(drafter, size=deeper), fill)
             )  # fmt: skip
         ms_of_few, ms_of_many = self._drafters_ms[key]
         per_layer = max(0.0, ms_of_many - ms_of_few) / (many - few)
@@ -113,19 +118,18 @@ class MeasuredTimes:
         milliseconds = self._median_ms(lambda index: stage.run(hidden, self.target.length + index))
         return max(0.0, milliseconds - self.stage_fixed_ms) / count
 
-    def _draft_ms(self, drafter: DrafterCosts) -> float:
-        config, num_rows = drafter_config(drafter), len(drafter.row_inputs)
+    def _draft_ms(self, drafter: DrafterCosts, fill: int) -> float:
+        config, num_rows = drafter_config(drafter), len(drafter.row_inputs(fill))
         with torch.device("meta"):
             module = PipelineDraftModule(config)
         embedding = nn.Embedding(PIECES_VOCAB, config.hidden_size, dtype=self.dtype, device=self.device)
         session = DraftSession(self._filled(module), embedding, self.capacity)
         prompt = torch.zeros((1, self.target.length), dtype=torch.long, device=self.device)
-        session.prefill(prompt, {anchor: self._states(self.target.length) for anchor in session.anchors[1:]})
+        session.prefill(prompt, {anchor: self._states(self.target.length) for anchor in session.anchors if anchor})
 
         def draft(index: int) -> Tensor:
-            # The rows follow what the cache holds; the pipeline is full.
-            newest = session.length + num_rows - 1
-            return session.draft_logits(CyclePlan(index, 0, config.num_stages, newest, config.num_stages), 0)
+            newest = session.length + num_rows - 1  # the rows follow what the cache holds
+            return session.draft_logits(CyclePlan(index, 0, fill, newest, config.num_stages), 0)
 
         return self._median_ms(draft)
 

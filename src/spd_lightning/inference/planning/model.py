@@ -22,15 +22,23 @@ class Pieces:
     Attributes:
         stage_ms: the forward of one token in each stage, first to last, without the head.
         head_ms: final norm and LM head, after the last stage.
-        drafter_ms: one draft.
+        drafter_ms: one draft with a full pipeline.
         stage_fixed_ms: part of each stage's time that does not come from its layers; one rank that has all layers
             spends it once.
+        filling_drafter_ms: one draft with `1 .. n - 1` tokens in flight, whose rows are fewer; as with a full pipeline
+            unless given.
     """
 
     stage_ms: tuple[float, ...]
     head_ms: float
     drafter_ms: float
     stage_fixed_ms: float = 0.0
+    filling_drafter_ms: tuple[float, ...] = ()
+
+    def drafter_ms_at(self, fill: int) -> float:
+        """One draft with so many tokens in flight."""
+        has_own = self.filling_drafter_ms and fill < len(self.stage_ms)
+        return self.filling_drafter_ms[fill - 1] if has_own else self.drafter_ms
 
     @property
     def ar_ms(self) -> float:
@@ -55,7 +63,8 @@ class CyclePrediction:
         p: acceptance.
         overhead_ms: of a cycle: launching, scheduling, verification.
         link_ms: for one message between two ranks.
-        schedule: `pre_step` drafts while the stages run, `post_step` after them.
+        schedule: `pre_step` drafts while the stages run, `post_step` after those that it reads.
+        read_stages: numbers of the stages whose states the drafter reads.
     """
 
     pieces: Pieces
@@ -63,6 +72,7 @@ class CyclePrediction:
     overhead_ms: float
     link_ms: float
     schedule: Schedule
+    read_stages: tuple[int, ...]
 
     @property
     def num_stages(self) -> int:
@@ -92,12 +102,16 @@ class CyclePrediction:
     @property
     def is_drafter_always_hidden(self) -> bool:
         """Whether that is so as well while the pipeline fills, when only the first stages run."""
-        return self.is_drafter_hidden and self.pieces.drafter_ms <= self.ranks_ms[0]
+        return self.is_drafter_hidden and all(
+            self.pieces.drafter_ms_at(fill) <= max(self.ranks_ms[:fill]) for fill in range(1, self.num_stages)
+        )
 
     def work_ms(self, fill: int) -> float:
         """A cycle with `fill` tokens in flight, in which as many stages run, without overhead and links."""
-        slowest, drafter = max(self.ranks_ms[:fill]), self.pieces.drafter_ms
-        return max(slowest, drafter) if self.schedule == "pre_step" else slowest + drafter
+        slowest, drafted = max(self.ranks_ms[:fill]), self.pieces.drafter_ms_at(fill)
+        if self.schedule == "post_step":
+            drafted += max((self.ranks_ms[number - 1] for number in self.read_stages if number <= fill), default=0)
+        return max(slowest, drafted)
 
     @property
     def mean_work_ms(self) -> float:
@@ -146,9 +160,14 @@ class CyclePrediction:
 
 
 def predict(
-    pieces: Pieces, p: float, overhead_ms: float = 0.0, link_ms: float = 0.0, schedule: Schedule = "pre_step"
+    pieces: Pieces,
+    p: float,
+    overhead_ms: float = 0.0,
+    link_ms: float = 0.0,
+    schedule: Schedule = "pre_step",
+    read_stages: tuple[int, ...] | None = None,
 ) -> CyclePrediction:
-    """The prediction for measured or estimated pieces; a draft is taken to last the same at every fill level.
+    """The prediction for measured or estimated pieces.
 
     Args:
         pieces: `MeasuredPieces` or `EstimatedPieces`, one entry a stage.
@@ -156,13 +175,16 @@ def predict(
         overhead_ms: what a cycle takes beside its pieces and links.
         link_ms: latency of one message between two ranks.
         schedule: when drafts are made.
+        read_stages: numbers of the stages whose states the drafter reads; all unless given.
 
     Raises:
         ValueError: if a time is negative or `p` is no probability.
     """
     check_assumptions(p, overhead_ms, link_ms)
     assert pieces.stage_ms and pieces.ar_ms > 0
-    return CyclePrediction(pieces, p, overhead_ms, link_ms, schedule)
+    if read_stages is None:
+        read_stages = tuple(range(1, len(pieces.stage_ms) + 1))
+    return CyclePrediction(pieces, p, overhead_ms, link_ms, schedule, read_stages)
 
 
 def check_assumptions(p: float, overhead_ms: float, link_ms: float) -> None:

@@ -59,7 +59,7 @@ class PieceTimes(Protocol):
 
     def layer_ms(self, layer_type: str) -> float: ...
 
-    def drafter_ms(self, drafter: DrafterCosts) -> float: ...
+    def drafter_ms(self, drafter: DrafterCosts, fill: int) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class EstimatedTimes:
     def layer_ms(self, layer_type: str) -> float:
         return self._ms(self.target.by_type[layer_type])
 
-    def drafter_ms(self, drafter: DrafterCosts) -> float:
-        return self._ms(drafter.draft)
+    def drafter_ms(self, drafter: DrafterCosts, fill: int) -> float:
+        return self._ms(drafter.draft_at(fill))
 
     def _ms(self, cost: Cost) -> float:
         return cost.read_bytes / (BANDWIDTH_SHARE * self.bandwidth * 1e9) * 1000
@@ -230,15 +230,25 @@ class Planner:
         drafter = self.options.costs(self.target, stage_layers, num_spec_layers)
         fixed = self.times.stage_fixed_ms
         stages = stage_slices(stage_ends(stage_layers))
+        *filling_ms, full_ms = (self.times.drafter_ms(drafter, fill) for fill in range(1, len(stages) + 1))
         pieces_class = MeasuredPieces if self.times.is_measured else EstimatedPieces
         pieces = pieces_class(
             stage_ms=tuple(fixed + sum(self.layers_ms[first:last]) for first, last in stages),
             head_ms=self.times.head_ms,
-            drafter_ms=self.times.drafter_ms(drafter),
+            drafter_ms=full_ms,
             stage_fixed_ms=fixed,
+            filling_drafter_ms=tuple(filling_ms),
         )
         assumed = self.assumed
-        prediction = predict(pieces, assumed.p, assumed.overhead_ms, assumed.link_ms, self.options.schedule)
+        layout = drafter.layout
+        read_stages = tuple(
+            number
+            for number, (first, last) in enumerate(stages, start=1)
+            if any(first < layout.anchors[index] <= last for index in range(layout.used_anchor_indices[-1] + 1))
+        )
+        prediction = predict(
+            pieces, assumed.p, assumed.overhead_ms, assumed.link_ms, self.options.schedule, read_stages
+        )
         return Plan(split, drafter, prediction, memory_by_rank(self.target, drafter, assumed.max_length))
 
     def plans(self, stage_counts: Iterable[int], spec_layers: Sequence[int]) -> list[Plan]:

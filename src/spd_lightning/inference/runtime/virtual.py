@@ -112,7 +112,14 @@ class VirtualClock(CycleTimer):
             (seconds + link.seconds(self.sizes.hidden) for number, seconds in ended.items() if number < last),
             default=0.0,
         )
-        anchored = max(seconds + link.seconds(self.sizes.anchors[number - 1]) for number, seconds in ended.items())
+        anchored = max(
+            (
+                seconds + link.seconds(num_bytes)
+                for number, seconds in ended.items()
+                if (num_bytes := self.sizes.anchors[number - 1])
+            ),
+            default=0.0,
+        )
         drafted = spans[PDM] if self.drafts_first else anchored + spans[PDM]
         drafted += link.seconds(self.law_bytes)
         judging = ended.get(last, 0.0)
