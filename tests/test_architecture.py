@@ -24,7 +24,7 @@ SHARDING_FILES = {"modules/sharding.py"}
 LIGHTNING = {
     "cli.py",
     "data/datamodule.py",
-    "modules/lit_module.py",
+    *(f"modules/{name}.py" for name in ("distillation", "lit_module", "eagle/eagle_module")),
     *(f"callbacks/{name}.py" for name in ("acceptance_report", "checkpoint", "sample_drafts", "throughput")),
 }
 TRANSFORMERS = {
@@ -39,6 +39,7 @@ TRANSFORMERS = {
 }
 # The public base type of all tokenizers may be named in annotations anywhere.
 TOKENIZER_TYPE = "transformers.PreTrainedTokenizerBase"
+TRAINING = [f"spd_lightning.modules.{name}" for name in ("distillation", "lit_module", "eagle.eagle_module")]
 NO_ARRAYS = {"modules/features.py", "modules/partition.py", "inference/schedule.py"}
 HEAVY = ("torch", "lightning", "transformers", "datasets", "numpy", "pyarrow", "wandb", "jsonargparse")
 MAX_LINES = 300
@@ -165,7 +166,7 @@ def test_inference_knows_no_training() -> None:
         str(entry)
         for entry in ALL_IMPORTS
         if entry.file.startswith("inference/")
-        and any(entry.is_of(name) for name in ("lightning", "datasets", "spd_lightning.modules.lit_module"))
+        and any(entry.is_of(name) for name in ("lightning", "datasets", *TRAINING))
         and not (entry.file == "inference/evaluation/tasks.py" and entry.is_of("datasets"))
     ]
     assert wanted == []

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spd_lightning.cli import TrainingCLI, main
+from spd_lightning.cli import METHODS, TrainingCLI, chosen_method, main
 from spd_lightning.data.cli import main as data_main
 from spd_lightning.data.datamodule import DialogueDataModule
 from spd_lightning.modules.checkpoint import load_drafter
-from spd_lightning.modules.lit_module import DistillationModule
+from spd_lightning.modules.eagle.eagle_module import Eagle3Module
 from spd_lightning.modules.tiny_target import save_tiny_target
 
 REPO = Path(__file__).resolve().parents[1]
@@ -39,7 +39,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 def parse(path: Path, *args: str) -> TrainingCLI:
     return TrainingCLI(
-        DistillationModule,
+        METHODS[chosen_method(["--config", str(path)])],
         DialogueDataModule,
         args=["--config", str(path), *args],
         run=False,
@@ -50,18 +50,20 @@ def parse(path: Path, *args: str) -> TrainingCLI:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_instantiates(path: Path, targets: dict[int, Path], tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    target = targets[32 if path.stem.startswith(("pdm", "ppsd")) else 30]
+    target = targets[32 if path.stem.startswith(("pdm", "ppsd", "eagle3")) else 30]
     cli = parse(path, "--model.target", str(target), "--trainer.accelerator", "cpu")
     assert cli.datamodule.layout is cli.model.layout
     assert cli.datamodule.target == str(target)
-    if path.stem in PUBLISHED:
-        num_stages, num_spec_layers = PUBLISHED[path.stem]
-        given = cli.model.hparams
-        assert (given["num_stages"], given["num_spec_layers"]) == (num_stages, num_spec_layers)
+    given, trainer = cli.model.hparams, cli.trainer
+    if path.stem in (*PUBLISHED, "eagle3"):
         assert (given["lr"], given["warmup_steps"], given["weight_decay"]) == (1e-4, 100, 0.0)
-        trainer = cli.trainer
         assert cli.datamodule.batch_size * trainer.accumulate_grad_batches * trainer.world_size == 64
         assert (trainer.max_epochs, trainer.gradient_clip_val) == (1, 1.0)
+    if path.stem == "eagle3":
+        assert isinstance(cli.model, Eagle3Module) and given["num_steps"] == 7
+    if path.stem in PUBLISHED:
+        num_stages, num_spec_layers = PUBLISHED[path.stem]
+        assert (given["num_stages"], given["num_spec_layers"]) == (num_stages, num_spec_layers)
         assert cli.model.layout.schedule == ("post_step" if path.stem in POST_STEP else "pre_step")
         exact = path.stem == "pdm_n8_exact"
         assert cli.model.layout.rows == ("exact" if exact else "shared")
@@ -72,10 +74,11 @@ def test_every_configuration_instantiates(path: Path, targets: dict[int, Path], 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_key_of_the_product_configurations_is_set(path: Path) -> None:
     """One YAML is one experiment, complete: no model or data option is left to a default that may change."""
-    if path.stem not in PUBLISHED:
+    if path.stem not in (*PUBLISHED, "eagle3"):
         pytest.skip("a short configuration")
     config = yaml.safe_load(path.read_text())
-    for section, owner in (("model", DistillationModule), ("data", DialogueDataModule)):
+    module = METHODS[config.get("method", "spd")]
+    for section, owner in (("model", module), ("data", DialogueDataModule)):
         options = (
             set(owner.__init__.__annotations__) - {"return", "layout"} - ({"target"} if section == "data" else set())
         )
@@ -83,7 +86,26 @@ def test_every_key_of_the_product_configurations_is_set(path: Path) -> None:
 
 
 def test_every_configuration_states_its_schedule() -> None:
-    assert all("schedule" in yaml.safe_load(path.read_text())["model"] for path in CONFIGS)
+    """But EAGLE-3's, whose drafter has none."""
+    without = [path.stem for path in CONFIGS if "schedule" not in yaml.safe_load(path.read_text())["model"]]
+    assert without == ["eagle3"]
+
+
+def test_eagle3_is_trained_on_the_data_and_budget_of_the_published_drafter() -> None:
+    published, rival = (
+        yaml.safe_load((REPO / "configs" / f"{name}.yaml").read_text()) for name in ("pdm_n8", "eagle3")
+    )
+    assert rival["data"] == published["data"] | {"simulate_fill": False}
+    assert {
+        key: value for key, value in rival["trainer"].items() if key not in ("default_root_dir", "logger", "callbacks")
+    } == {
+        key: value
+        for key, value in published["trainer"].items()
+        if key not in ("default_root_dir", "logger", "callbacks")
+    }
+    shared = rival["model"].keys() & published["model"].keys()
+    assert {"lr", "rope_theta", "target", "loss"} <= shared
+    assert all(rival["model"][name] == published["model"][name] for name in shared)
 
 
 def test_the_post_step_ablation_differs_from_the_published_layout_in_the_schedule_alone() -> None:

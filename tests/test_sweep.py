@@ -36,7 +36,8 @@ def test_a_grid_is_every_combination_and_runs_come_after_it(tmp_path: Path) -> N
         ("same", {}),
     ]
     assert {Path(run.config).stem for run in read.runs} == {"debug", "pdm_n4"}
-    assert run_name({"model.anchors": [0, 10], "trainer.default": "a/b"}) == "anchors_010,default_ab"
+    assert run_name({"model.anchors": [0, 10], "trainer.default": "a/b"}) == "anchors_0-10,default_ab"
+    assert run_name({"a": [1, 11]}) != run_name({"a": [11, 1]})
 
 
 def test_a_run_is_a_command_that_writes_below_the_sweep_and_resumes(tmp_path: Path) -> None:
@@ -68,6 +69,13 @@ def test_the_sweeps_of_the_repository_can_be_read(monkeypatch) -> None:
         ({"out": "o", "config": DEBUG, "grid": {"a.b": [1]}, "runs": {"b_1": {}}}, "two runs are named 'b_1'"),
         ({"out": "o", "config": "/no/such.yaml", "grid": {"a.b": [1]}}, "no configuration file (/no/such.yaml"),
         ({"out": "o", "runs": {"one": {}}}, "run 'one' has no configuration file"),
+        ({"out": "o", "config": 5, "runs": {"one": {}}}, "run 'one' has no configuration file (5 is not there)"),
+        ({"out": "o", "config": DEBUG, "runs": {"eval": {}}}, "run 'eval' is to have a folder of its name"),
+        ({"out": "o", "config": DEBUG, "runs": {"../x": {}}}, "run '../x' is to have a folder of its name"),
+        ({"out": "o", "config": DEBUG, "runs": {"a": 3}}, "run 'a' is 3, but must be a mapping of settings"),
+        ({"out": "o", "config": DEBUG, "runs": ["a"]}, "`runs` is ['a'], but must be a mapping of names"),
+        ({"out": "o", "config": DEBUG, "grid": [1]}, "`grid` is [1], but must be a mapping of names"),
+        ({"out": "", "config": DEBUG, "runs": {"a": {}}}, "`out` at least"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_one_line(content: dict, message: str, tmp_path: Path, capsys) -> None:

@@ -1,10 +1,10 @@
-"""`spd-train`: a LightningCLI over the distillation module and the dialogue data. Wiring only."""
+"""`spd-train`: a LightningCLI over a method's LightningModule and the dialogue data. Wiring only."""
 
 import sys
 from argparse import ArgumentError
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import yaml
 from jsonargparse import ArgumentParser
@@ -16,6 +16,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from spd_lightning.data.datamodule import DialogueDataModule
 from spd_lightning.errors import one_line_errors
 from spd_lightning.modules.checkpoint import check_resumable, export_checkpoint, read_checkpoint
+from spd_lightning.modules.distillation import Distillation
+from spd_lightning.modules.eagle.eagle_module import Eagle3Module
 from spd_lightning.modules.lit_module import DistillationModule
 from spd_lightning.sweep import sweep
 
@@ -27,6 +29,8 @@ DESCRIPTION = (
 
 
 COMMANDS = ("fit", "validate")
+METHODS: dict[str, type[Distillation[Any]]] = {"spd": DistillationModule, "eagle3": Eagle3Module}
+"""What trains each method's drafter; `spd` is the Pipeline Draft Module, all of its layouts and schedules included."""
 
 
 class LoggedConfig(SaveConfigCallback):
@@ -48,6 +52,13 @@ class TrainingCLI(LightningCLI):
         return {name: known[name] for name in COMMANDS}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        methods = {module: method for method, module in METHODS.items()}
+        parser.add_argument(
+            "--method",
+            type=Literal[tuple(METHODS)],
+            default=methods[cast(Any, self.model_class)],
+            help="whose drafter is trained; `fit --method eagle3 --help` shows the options of EAGLE-3",
+        )
         parser.link_arguments("model.target", "data.target")
         parser.link_arguments("model.layout", "data.layout", apply_on="instantiate")
 
@@ -73,11 +84,36 @@ def export(args: Sequence[str]) -> None:
     print(f"drafter: {given.out}")
 
 
+def chosen_method(args: Sequence[str]) -> str:
+    """The method that the command line or its configuration files name last, `spd` if none does.
+
+    It decides which options `model` has, so it is looked up before the command line is parsed.
+
+    Raises:
+        ValueError: if it is unknown.
+    """
+    method: Any = "spd"
+    for index, argument in enumerate(args):
+        name, is_joined, value = argument.partition("=")
+        value = value if is_joined else "".join(args[index + 1 : index + 2])
+        if name == "--method":
+            method = value
+        elif name in ("--config", "-c") and Path(value).is_file():
+            try:
+                content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+            except (yaml.YAMLError, UnicodeDecodeError):
+                continue  # the parser says what is wrong with it
+            method = content.get("method", method) if isinstance(content, dict) else method
+    if method not in METHODS:
+        raise ValueError(f"method={method!r}: known are {', '.join(METHODS)}")
+    return method
+
+
 def train(args: list[str] | None) -> None:
     """The LightningCLI, whose parsers raise instead of printing all their options."""
     strict: dict[str, Any] = {"allow_abbrev": False, "exit_on_error": False}
     TrainingCLI(
-        DistillationModule,
+        METHODS[chosen_method(sys.argv[1:] if args is None else args)],
         DialogueDataModule,
         args=args,
         parser_kwargs={"description": DESCRIPTION} | strict | {name: dict(strict) for name in COMMANDS},

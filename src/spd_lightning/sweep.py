@@ -21,7 +21,7 @@ from spd_lightning.inference.evaluation.folder import load_folder
 from spd_lightning.inference.evaluation.tables import NONE, number
 
 KEYS = {"config", "out", "grid", "runs", "eval"}
-RUN_FILE = "sweep_run.json"
+RUN_FILE, EVAL_FOLDER = "sweep_run.json", "eval"
 TRAIN = "from spd_lightning.cli import main; main()"
 INFER = "from spd_lightning.inference.cli import main; main()"
 
@@ -89,34 +89,41 @@ class Sweep:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
-        if not isinstance(content, dict) or "out" not in content:
+        if not isinstance(content, dict) or not content.get("out"):
             raise ValueError(f"{path}: a mapping with the keys {', '.join(sorted(KEYS))} is needed, `out` at least")
         if unknown := sorted(content.keys() - KEYS):
             raise ValueError(f"{path}: unknown key {unknown[0]!r}; known are {', '.join(sorted(KEYS))}")
-        grid, named = content.get("grid") or {}, content.get("runs") or {}
+        grid, named, evaluation = (content.get(key) or {} for key in ("grid", "runs", "eval"))
+        for key, value in (("grid", grid), ("runs", named), ("eval", evaluation)):
+            if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+                raise ValueError(f"{path}: `{key}` is {value!r}, but must be a mapping of names")
         for key, values in grid.items():
             if not isinstance(values, list) or not values:
                 raise ValueError(f"{path}: grid.{key} is {values!r}, but must be a list of values")
         combinations = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())] if grid else []
-        settings = {run_name(combination): combination for combination in combinations}
-        if twice := sorted(settings.keys() & named.keys()):
-            raise ValueError(f"{path}: two runs are named {twice[0]!r}: rename the one under `runs`")
-        settings |= {name: dict(values or {}) for name, values in named.items()}
-        if not settings:
-            raise ValueError(f"{path}: there is no run: give a `grid`, `runs`, or both")
-        runs = []
-        for name, values in settings.items():
-            config = values.pop("config", content.get("config"))
-            if config is None or not Path(config).is_file():
+        settings = [*((run_name(combination), combination) for combination in combinations), *named.items()]
+        runs: dict[str, SweepRun] = {}
+        for name, given in settings:
+            if name in runs:
+                raise ValueError(f"{path}: two runs are named {name!r}: name them apart under `runs`")
+            if name == EVAL_FOLDER or name.startswith(".") or Path(name).name != name:
+                raise ValueError(f"{path}: run {name!r} is to have a folder of its name: give it another one")
+            if not isinstance(given, dict | None):
+                raise ValueError(f"{path}: run {name!r} is {given!r}, but must be a mapping of settings")
+            values = dict(given or {})
+            config = str(values.pop("config", content.get("config")))
+            if not Path(config).is_file():
                 raise ValueError(f"{path}: run {name!r} has no configuration file ({config} is not there)")
-            runs.append(SweepRun(str(name), str(config), values))
-        return cls(Path(content["out"]), tuple(runs), content.get("eval") or {})
+            runs[name] = SweepRun(name, config, values)
+        if not runs:
+            raise ValueError(f"{path}: there is no run: give a `grid`, `runs`, or both")
+        return cls(Path(str(content["out"])), tuple(runs.values()), evaluation)
 
 
 def run_name(settings: Mapping[str, Any]) -> str:
     """Such as `num_stages_4,num_spec_layers_2`: usable as a folder's name."""
     parts = [f"{key.rpartition('.')[2]}_{json.dumps(value)}" for key, value in settings.items()]
-    return ",".join("".join(c for c in part if c.isalnum() or c in "_-.") for part in parts)
+    return ",".join("".join("-" if c == "," else c for c in part if c.isalnum() or c in "_-.,") for part in parts)
 
 
 def train(sweep: Sweep, run: SweepRun) -> Path | None:
@@ -148,7 +155,7 @@ def train(sweep: Sweep, run: SweepRun) -> Path | None:
 
 def evaluate(sweep: Sweep, drafters: Sequence[Path]) -> bool:
     """Evaluates all drafters into one folder; whether that succeeded."""
-    args = ["eval", "--out", str(sweep.out / "eval"), "--drafter", *map(str, drafters)]
+    args = ["eval", "--out", str(sweep.out / EVAL_FOLDER), "--drafter", *map(str, drafters)]
     for key, value in sweep.evaluation.items():
         values = value if isinstance(value, list) else [value]
         args += [f"--{key}", *(str(item).lower() if isinstance(item, bool) else str(item) for item in values)]
@@ -208,7 +215,7 @@ def sweep(args: Sequence[str]) -> None:
     has_failed = len(drafters) < len(what.runs)
     if drafters and what.evaluation:
         if evaluate(what, drafters):
-            table = to_table(what, load_folder(what.out / "eval").summary["groups"])
+            table = to_table(what, load_folder(what.out / EVAL_FOLDER).summary["groups"])
             scratch = what.out / "sweep.md.part"
             scratch.write_text(table, encoding="utf-8")
             os.replace(scratch, what.out / "sweep.md")

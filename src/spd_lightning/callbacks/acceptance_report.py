@@ -8,11 +8,14 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 
+from spd_lightning.modules.eagle.chain_acceptance import DRAFT_LENGTHS, RULES
 from spd_lightning.modules.lit_module import DistillationModule
 
 
 class AcceptanceReport(Callback):
-    """Prints held-out acceptance by fill level and the figures it implies, and how to upload an offline W&B run.
+    """Prints held-out acceptance and the figures it implies, and how to upload an offline W&B run.
+
+    Acceptance is by fill level, for EAGLE-3 by step of the chain.
 
     Args:
         note: a line printed below the table.
@@ -24,13 +27,19 @@ class AcceptanceReport(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger) and trainer.is_global_zero:
-                logger.experiment.define_metric("val/s0", summary="max")
+                for name in ("val/s0", "val/s0_k7"):
+                    logger.experiment.define_metric(name, summary="max")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.sanity_checking or "val/s0" not in trainer.callback_metrics:
+        metrics = dict(trainer.callback_metrics)
+        if trainer.sanity_checking or not {"val/s0", "val/p_step_1"} & metrics.keys():
             return
-        stages = cast(DistillationModule, pl_module).layout.num_stages
-        rank_zero_info("\n" + acceptance_table(dict(trainer.callback_metrics), stages, trainer.global_step))
+        if "val/p_step_1" in metrics:
+            table = chain_table(metrics, trainer.global_step)
+        else:
+            stages = cast(DistillationModule, pl_module).layout.num_stages
+            table = acceptance_table(metrics, stages, trainer.global_step)
+        rank_zero_info("\n" + table)
         if self.note:
             rank_zero_info(self.note)
 
@@ -57,5 +66,23 @@ def acceptance_table(metrics: Mapping[str, Any], num_stages: int, step: int) -> 
             f"implied at {label}: p {figure('p' + suffix):.3f}, tokens per cycle {figure('alpha' + suffix):.3f}, "
             f"S0 {figure('s0' + suffix):.2f} at n={num_stages}"
         )
+    lines.append(f"KL {figure('loss'):.3f}, draft vocabulary holds {figure('coverage'):.1%} of the target's tokens")
+    return "\n".join(lines)
+
+
+def chain_table(metrics: Mapping[str, Any], step: int) -> str:
+    """Held-out acceptance by step of EAGLE-3's chains as text."""
+
+    def figure(name: str) -> float:
+        return float(metrics[f"val/{name}"])
+
+    num_steps = sum(name.startswith("val/p_step_") for name in metrics)
+    lines = [f"held-out acceptance at step {step}", f"{'draft':>6} {'T=0':>7} {'T=1':>7} {'T=1 top-k 50':>13}"]
+    for number in range(1, num_steps + 1):
+        rates = [figure(f"p{suffix}_step_{number}") for suffix in RULES]
+        lines.append(f"{number:>6} {rates[0]:7.3f} {rates[1]:7.3f} {rates[2]:13.3f}")
+    for suffix, label in (("", "T=0"), ("_t1", "T=1")):
+        rounds = ", ".join(f"{figure(f's0{suffix}_k{k}'):.2f} with {k} drafts" for k in DRAFT_LENGTHS)
+        lines.append(f"implied tokens per round at {label}: {rounds}")
     lines.append(f"KL {figure('loss'):.3f}, draft vocabulary holds {figure('coverage'):.1%} of the target's tokens")
     return "\n".join(lines)

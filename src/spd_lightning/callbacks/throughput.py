@@ -9,8 +9,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from spd_lightning.data.loader import BatchLoader
 from spd_lightning.modules.batch import ReplicatedBatch
-from spd_lightning.modules.lit_module import DistillationModule
-from spd_lightning.modules.throughput import StepFlops, ThroughputMeter, peak_memory_gib
+from spd_lightning.modules.distillation import Distillation
+from spd_lightning.modules.throughput import ThroughputMeter, peak_memory_gib
 
 
 class Throughput(Callback):
@@ -36,9 +36,7 @@ class Throughput(Callback):
         self.meter = ThroughputMeter()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        module = cast(DistillationModule, pl_module)
-        assert module.drafter is not None
-        self.flops = StepFlops.of_run(module.hparams["target"], module.drafter.config)
+        self.flops = cast(Distillation[Any], pl_module).training_flops()
         if self.peak_flops is None:
             precision = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(str(trainer.precision))
             self.peak_flops = get_available_flops(pl_module.device, precision or torch.float32)

@@ -44,6 +44,7 @@ def add_decoding_arguments(parser: ArgumentParser, several_temperatures: bool = 
         default=None,
         help="when drafts are made; the drafter was trained for one, another is an error",
     )
+    add("--draft_length", type=int | None, default=None, help="EAGLE-3: drafts of a round, 7 when absent")
     add(
         "--runtime",
         type=Literal["local", "distributed", "virtual"],
@@ -92,18 +93,21 @@ def run_on_ranks(given: Namespace, args: Sequence[str], work: Callable[[], None]
         work()
         return
 
-    from spd_lightning.inference.decoder import check_schedule, check_target
+    from spd_lightning.inference.decoder import check_method, check_schedule, check_target
     from spd_lightning.inference.runtime.distributed import launch
     from spd_lightning.inference.runtime.environment import rank_environment
     from spd_lightning.inference.runtime.liveness import RankFailure
     from spd_lightning.modules.checkpoint import load_drafter
+    from spd_lightning.modules.eagle.eagle_drafter import Eagle3Drafter
 
     environment = rank_environment()
     try:
         if environment is None:
             drafter = load_drafter(given.drafter if isinstance(given.drafter, str) else given.drafter[0])
             check_schedule(drafter, given.schedule)
+            check_method(drafter, given.runtime, given.draft_length)
             check_target(drafter, given.target)
+            assert not isinstance(drafter.module, Eagle3Drafter)
             if code := launch(drafter.module.config.num_stages + 1, CLI_MODULE, args):
                 raise SystemExit(code)
         else:
@@ -154,5 +158,6 @@ def opened_decoder(given: Namespace, drafter: str) -> "Iterator[PipelineDecoder]
         given.timeout,
         Link(given.link_us * 1e-6, given.link_gb_s * 1e9, given.record_us * 1e-6),
         given.schedule,
+        given.draft_length,
     ) as decoder:
         yield decoder

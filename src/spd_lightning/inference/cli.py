@@ -6,6 +6,12 @@ from jsonargparse import ArgumentParser
 
 from spd_lightning.errors import one_line_errors
 from spd_lightning.inference.chat_command import add_chat_arguments, run_chat
+from spd_lightning.inference.eagle.commands import (
+    add_export_arguments,
+    add_import_arguments,
+    run_export,
+    run_import,
+)
 from spd_lightning.inference.evaluation.command import add_eval_arguments, run_eval
 from spd_lightning.inference.generate import add_generate_arguments, run_generate
 from spd_lightning.inference.planning.command import add_plan_arguments, run_plan
@@ -20,6 +26,16 @@ COMMANDS = {
         lambda given, _: run_plan(given),
     ),
     "profile": ("Where the time of a cycle goes, by fill level.", add_profile_arguments, run_profile),
+    "import_eagle3": (
+        "Makes a drafter folder of a published EAGLE-3 drafter.",
+        add_import_arguments,
+        lambda given, _: run_import(given),
+    ),
+    "export_eagle3": (
+        "Writes an EAGLE-3 drafter in the published format.",
+        add_export_arguments,
+        lambda given, _: run_export(given),
+    ),
     "chat": ("A conversation in the terminal; /help lists its commands.", add_chat_arguments, run_chat),
 }
 """Description, arguments and what to do, by name. Each is given its arguments and the whole command line."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from spd_lightning.inference.answer import DecodeResult, Run
+from spd_lightning.inference.eagle.runtime import EagleRuntime
 from spd_lightning.inference.runtime.cluster import DistributedRuntime
 from spd_lightning.inference.runtime.local import LocalRuntime
 from spd_lightning.inference.runtime.virtual import Link, VirtualRuntime
@@ -11,6 +12,8 @@ from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.stats import DecodeStats
 from spd_lightning.inference.stopping import StopCondition
 from spd_lightning.modules.checkpoint import Drafter, load_drafter
+from spd_lightning.modules.eagle.eagle_config import Eagle3Config
+from spd_lightning.modules.eagle.eagle_drafter import Eagle3Drafter
 from spd_lightning.modules.features import Schedule
 from spd_lightning.modules.target import TargetDtype, read_target_shape
 from spd_lightning.modules.target_files import read_generation_config
@@ -49,7 +52,7 @@ class PipelineDecoder:
 
     def __init__(
         self,
-        runtime: LocalRuntime | DistributedRuntime,
+        runtime: LocalRuntime | DistributedRuntime | EagleRuntime,
         drafter: Drafter,
         target_name: str,
         tokenizer: Any,
@@ -62,7 +65,8 @@ class PipelineDecoder:
         self.tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.max_length = max_length
-        self.num_stages = drafter.module.config.num_stages
+        config = drafter.module.config
+        self.num_stages = 1 if isinstance(config, Eagle3Config) else config.num_stages
         self._current: Run | None = None
 
     @classmethod
@@ -77,8 +81,11 @@ class PipelineDecoder:
         timeout: float = 120.0,
         link: Link | None = None,
         schedule: Schedule | None = None,
+        draft_length: int | None = None,
     ) -> "PipelineDecoder":
         """Loads a drafter folder and the target that it was trained for.
+
+        An EAGLE-3 drafter decodes in rounds on one device (`EagleRuntime`); all others in a pipeline.
 
         Args:
             drafter: a drafter folder.
@@ -92,18 +99,24 @@ class PipelineDecoder:
             timeout: seconds after which a rank that does not answer is given up.
             link: between the ranks of the virtual runtime.
             schedule: the drafter's own, or absent; another is an error.
+            draft_length: `k`, the drafts of a round, 7 when absent; of EAGLE-3 drafters only.
 
         Raises:
-            ValueError: if either cannot be loaded, they do not belong together, or the ranks are not `n + 1`.
+            ValueError: if either cannot be loaded, they do not belong together, the ranks are not `n + 1`, or something
+                is asked for that the drafter's method does not have.
             RankFailure: if another rank fails.
         """
         given = load_drafter(drafter)
         check_schedule(given, schedule)
+        check_method(given, runtime, draft_length)
         name = check_target(given, target)
         tokenizer = load_tokenizer(name)
         if tokenizer_fingerprint(tokenizer) != given.record["tokenizer"]["hash"]:
             raise ValueError(f"the drafter {drafter} was trained with another tokenizer than that of {name!r}")
         eos_ids = eos_token_ids(tokenizer, read_generation_config(name))
+        if isinstance(given.module, Eagle3Drafter):
+            rounds = EagleRuntime.load(given.module, name, len(tokenizer), max_length, draft_length, dtype, device)
+            return cls(rounds, given, name, tokenizer, eos_ids, max_length)
         capacity = max_length + given.module.config.num_stages  # what is in flight beyond the last committed token
         what = (given.module, name, len(tokenizer), capacity)
         match runtime:
@@ -202,8 +215,23 @@ class PipelineDecoder:
         return ids, params if params.is_greedy else params.seeded()
 
 
+def check_method(drafter: Drafter, runtime: RuntimeName, draft_length: int | None) -> None:
+    """Raises `ValueError` for a runtime or an option that the drafter's method does not have."""
+    is_eagle = isinstance(drafter.module, Eagle3Drafter)
+    if is_eagle and runtime != "local":
+        raise ValueError(
+            f"runtime={runtime!r}: an EAGLE-3 drafter decodes on one device, without stages: use --runtime local"
+        )
+    if draft_length is not None and not is_eagle:
+        raise ValueError(f"draft_length={draft_length} is for EAGLE-3 drafters, and this is none: leave it out")
+
+
 def check_schedule(drafter: Drafter, schedule: Schedule | None) -> None:
     """Raises `ValueError` for another schedule than the one that the drafter was trained for."""
+    if isinstance(drafter.module, Eagle3Drafter):
+        if schedule is not None:
+            raise ValueError(f"schedule={schedule!r}, but the drafter is EAGLE-3's, which has none: leave it out")
+        return
     own = drafter.module.layout.schedule
     if schedule not in (None, own):
         raise ValueError(f"schedule={schedule!r}, but the drafter was trained for {own!r}: leave it out")

@@ -96,7 +96,10 @@ def answer(given: Namespace, decoder: "PipelineDecoder", messages: Sequence[Mapp
     if given.json:
         print(json.dumps(report, ensure_ascii=False))
     else:
-        print(summary(report, given.runtime, decoder.num_stages), file=sys.stderr)
+        if decoder.drafter.module.config.method == "eagle3":
+            print(summary_of_rounds(report), file=sys.stderr)
+        else:
+            print(summary(report, given.runtime, decoder.num_stages), file=sys.stderr)
 
 
 def summary(report: Mapping[str, Any], runtime: str, num_stages: int) -> str:
@@ -107,19 +110,36 @@ def summary(report: Mapping[str, Any], runtime: str, num_stages: int) -> str:
         "distributed": f"with {num_stages} processes for the stages and one for the drafter",
     }
 
-    def figure(name: str) -> str:
-        return "-" if report[name] is None else f"{report[name]:.3f}"
-
-    seconds, tokens = report["seconds"], report["num_committed"]
-    lines = [
+    tokens = report["num_committed"]
+    counts = (
         f"{tokens} tokens in {report['num_cycles']} cycles ({report['finish_reason']}): tokens per cycle "
-        f"{figure('alpha')}, acceptance {figure('p')} of {report['num_judged']}, S0 {figure('s0')} if drafting and "
-        "communication were free",
-        f"{tokens / seconds:.1f} tokens/s {places[runtime]}" if seconds else "",
-    ]
+        f"{figure(report, 'alpha')}, acceptance {figure(report, 'p')} of {report['num_judged']}, S0 "
+        f"{figure(report, 's0')} if drafting and communication were free"
+    )
+    return "\n".join([counts, *lines_of_time(report, places[runtime])])
+
+
+def summary_of_rounds(report: Mapping[str, Any]) -> str:
+    """The figures of an EAGLE-3 decode."""
+    counts = (
+        f"{report['num_committed']} tokens in {report['num_cycles']} rounds ({report['finish_reason']}): tokens per "
+        f"round {figure(report, 's0')}, acceptance {figure(report, 'p')} of {report['num_judged']} drafts judged"
+    )
+    return "\n".join([counts, *lines_of_time(report, "with target and drafter on one device")])
+
+
+def figure(report: Mapping[str, Any], name: str) -> str:
+    """A figure, or a dash where there is none."""
+    return "-" if report[name] is None else f"{report[name]:.3f}"
+
+
+def lines_of_time(report: Mapping[str, Any], place: str) -> list[str]:
+    """How fast it was, and what else the report has to say."""
+    seconds = report["seconds"]
+    lines = [f"{report['num_committed'] / seconds:.1f} tokens/s {place}"] if seconds else []
     if "seed" in report:
         lines.append(f"seed {report['seed']}")
     if "identical_to_ar" in report:
         same = "identical to" if report["identical_to_ar"] else "NOT the same as"
         lines.append(f"{same} plain decoding, which took {report['ar_seconds']:.2f} s against {seconds:.2f} s")
-    return "\n".join(line for line in lines if line)
+    return lines

@@ -39,7 +39,10 @@ class Stage:
         first_layer: `e_{number-1}`: target layers before this stage.
         anchors: layer counts `b` that the drafter reads; those outside this stage, and 0, are left to others.
         capacity: positions that the caches hold.
+        slots: recurrent states kept per layer; what a pipeline's stage needs when absent (design §5).
     """
+
+    cache_type: type[StageCache] = StageCache
 
     def __init__(
         self,
@@ -49,6 +52,7 @@ class Stage:
         first_layer: int,
         anchors: Sequence[int],
         capacity: int,
+        slots: int | None = None,
     ) -> None:
         assert 1 <= number <= num_stages
         self.number = number
@@ -60,10 +64,10 @@ class Stage:
         }
         weight = next(modules.layers.parameters())
         config = modules.config
-        self.cache = StageCache(
+        self.cache = self.cache_type(
             modules.layer_types,
             capacity,
-            slots=num_stages - number + 1,
+            slots=num_stages - number + 1 if slots is None else slots,
             num_kv_heads=config.num_key_value_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             dtype=weight.dtype,

@@ -25,11 +25,15 @@ from torch import Tensor
 from spd_lightning.modules.draft_vocab import DraftVocab
 from spd_lightning.modules.drafter import PipelineDraftModule
 from spd_lightning.modules.drafter_config import DrafterConfig
+from spd_lightning.modules.eagle.eagle_config import Eagle3Config
+from spd_lightning.modules.eagle.eagle_drafter import Eagle3Drafter
 from spd_lightning.modules.target import TargetShape
 
 FORMAT, FORMAT_VERSION = "spd-lightning-drafter", 1
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "drafter.safetensors"
 STATE_PREFIX = "drafter."
+EAGLE3 = "eagle3"
+"""The `method` of a record whose drafter is EAGLE-3's; all others are Pipeline Draft Modules."""
 RECORDED_PACKAGES = ("spd-lightning", "torch", "transformers", "lightning", "datasets")
 
 
@@ -37,22 +41,21 @@ RECORDED_PACKAGES = ("spd-lightning", "torch", "transformers", "lightning", "dat
 class Drafter:
     """A drafter read from its folder: the module and the record beside it."""
 
-    module: PipelineDraftModule
+    module: PipelineDraftModule | Eagle3Drafter
     record: dict[str, Any]
 
 
-def conventions(config: DrafterConfig) -> dict[str, Any]:
+def conventions(config: DrafterConfig | Eagle3Config) -> dict[str, Any]:
     """How the weights are meant: what a reader must do with them."""
-    return {
-        "method": "spd",
-        "schedule": config.schedule,
+    own = {"method": EAGLE3} if isinstance(config, Eagle3Config) else {"method": "spd", "schedule": config.schedule}
+    return own | {
         "norm_convention": "weight",  # gains are stored as they are applied, never as the `w` of `1 + w`
         "rotary": {"theta": config.rope_theta, "dims": config.head_dim, "layout": "half_split"},
     }
 
 
 def drafter_record(
-    config: DrafterConfig,
+    config: DrafterConfig | Eagle3Config,
     target_name: str,
     target: TargetShape,
     tokenizer: Mapping[str, Any],
@@ -114,7 +117,7 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
     except SafetensorError as error:
         raise ValueError(f"{weights}: not a readable safetensors file ({error}); export the drafter again") from error
     with torch.device("meta"):
-        module = PipelineDraftModule(config)
+        module = Eagle3Drafter(config) if isinstance(config, Eagle3Config) else PipelineDraftModule(config)
     try:
         module.load_state_dict(state, assign=True)
     except RuntimeError as error:
@@ -124,7 +127,7 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
     return Drafter(module.to(device=device, dtype=dtype).eval().requires_grad_(False), record)
 
 
-def read_drafter_config(folder: Path) -> tuple[dict[str, Any], DrafterConfig]:
+def read_drafter_config(folder: Path) -> tuple[dict[str, Any], DrafterConfig | Eagle3Config]:
     """The record of a drafter folder and what it says of the drafter, without its weights.
 
     Raises:
@@ -132,7 +135,7 @@ def read_drafter_config(folder: Path) -> tuple[dict[str, Any], DrafterConfig]:
     """
     record = read_record(folder)
     try:
-        config = DrafterConfig.from_dict(record["drafter"])
+        config = (Eagle3Config if record["method"] == EAGLE3 else DrafterConfig).from_dict(record["drafter"])
         _ = record["draft_vocab"]["token_ids"], record["target"]["name"], record["provenance"]["metrics"]
         check_agreement(record, config)
     except (KeyError, TypeError) as error:
@@ -142,10 +145,10 @@ def read_drafter_config(folder: Path) -> tuple[dict[str, Any], DrafterConfig]:
     return record, config
 
 
-def check_agreement(record: Mapping[str, Any], config: DrafterConfig) -> None:
+def check_agreement(record: Mapping[str, Any], config: DrafterConfig | Eagle3Config) -> None:
     """Raises `ValueError` where a record says something of its drafter that this release would not do."""
     target = record["target"]
-    shape = {"num_layers": config.layout.num_layers, "hidden_size": config.hidden_size}
+    shape = {"num_layers": config.num_layers, "hidden_size": config.hidden_size}
     for name, size in shape.items():
         if target[name] != size:
             raise ValueError(f"the drafter is for a target with {name}={size}, but target.{name}={target[name]!r}")

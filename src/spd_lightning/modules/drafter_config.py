@@ -71,6 +71,11 @@ class DrafterConfig:
         return FeatureLayout(tuple(self.stage_layers), tuple(self.anchors), self.rows, self.schedule)
 
     @property
+    def num_layers(self) -> int:
+        """`L`, of the target."""
+        return self.layout.num_layers
+
+    @property
     def method(self) -> Method:
         """Its name in evaluations: `ppsd` reads first-stage states only (design §7)."""
         layout = self.layout

@@ -3,52 +3,31 @@
 Knows the trainer and the data module's vocabulary; knows no tokenizer internals and no sources.
 """
 
-import math
 from dataclasses import asdict
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from lightning import LightningModule
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 
 from spd_lightning.modules.batch import ReplicatedBatch
-from spd_lightning.modules.checkpoint import drafter_record
-from spd_lightning.modules.draft_vocab import DraftVocab
+from spd_lightning.modules.distillation import Distillation, check_rates
 from spd_lightning.modules.drafter import PipelineDraftModule
 from spd_lightning.modules.drafter_config import DrafterConfig, FeatureNorm
 from spd_lightning.modules.features import AnchorRule, FeatureLayout, RowMode, Schedule
-from spd_lightning.modules.learning_rate import use_own_rates, warmup_then_decay
 from spd_lightning.modules.losses import LossName, TargetHead, distillation_loss, full_argmax
 from spd_lightning.modules.metrics import FillAcceptance, acceptance_sums
 from spd_lightning.modules.model_size import resolve_stage_layers
-from spd_lightning.modules.resume import rewind_to_last_step
 from spd_lightning.modules.samples import DraftSamples, take_samples
-from spd_lightning.modules.sharding import shard_drafter
 from spd_lightning.modules.structural_attention import BACKENDS
-from spd_lightning.modules.target import FrozenTarget, TargetDtype, TargetStates, read_target_shape
-from spd_lightning.modules.tokenizer import tokenizer_record
+from spd_lightning.modules.target import TargetDtype, TargetStates, read_target_shape
+from spd_lightning.modules.throughput import StepFlops
 
 NUM_SAMPLES = 16
 """Draft samples taken from the first validation batch."""
 
-TARGET_SIZES = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")
-"""Sizes of the drafter that are the target's unless given."""
 
-PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
-
-
-@runtime_checkable
-class DistillationData(Protocol):
-    """What the module reads of its data module after `setup`."""
-
-    draft_vocab: DraftVocab
-    tokenizer: Any
-    eos_token_ids: tuple[int, ...]
-
-
-class DistillationModule(LightningModule):
+class DistillationModule(Distillation[PipelineDraftModule]):
     """Trains a Pipeline Draft Module by distillation from a frozen target.
 
     Args:
@@ -67,7 +46,7 @@ class DistillationModule(LightningModule):
         intermediate_size: MLP width of the drafter; the target's when absent.
         rope_theta: rotary base of the drafter, on the full head.
         feature_norm: `rms` normalises each anchor state with a learned gain before they are joined; `none` does not.
-        attention: `auto` is `flex` (FlexAttention) on a GPU, else `chunked`; all exact. `dense` is their naive twin.
+        attention: structural attention backend: `chunked`, `flex` (FlexAttention, GPU only) or their naive twin `dense`.
         loss: `kl` (target to drafter), `reverse_kl`, or `tv` (one minus the expected acceptance).
         lr: peak learning rate of AdamW.
         warmup_steps: steps of linear warm-up; then linear decay to zero over the run.
@@ -92,7 +71,7 @@ class DistillationModule(LightningModule):
         intermediate_size: int | None = None,
         rope_theta: float = 1e6,
         feature_norm: FeatureNorm = "rms",
-        attention: Literal["auto", "chunked", "dense", "flex"] = "auto",
+        attention: Literal["chunked", "flex", "dense"] = "chunked",
         loss: LossName = "kl",
         lr: float = 1e-4,
         warmup_steps: int = 100,
@@ -102,24 +81,12 @@ class DistillationModule(LightningModule):
         acceptance_every: int = 10,
     ) -> None:
         super().__init__()
-        for name, value, least in (("warmup_steps", warmup_steps, 0), ("acceptance_every", acceptance_every, 1)):
-            if value < least:
-                raise ValueError(f"model.{name}={value}: must be at least {least}")
-        if not (0 < lr < math.inf and 0 <= weight_decay < math.inf):
-            raise ValueError(f"model.lr={lr} must be positive and model.weight_decay={weight_decay} not negative")
+        check_rates(lr, weight_decay, warmup_steps=(warmup_steps, 0), acceptance_every=(acceptance_every, 1))
         self.save_hyperparameters()
         self.target_shape = shape = read_target_shape(target)
         split = resolve_stage_layers(target, num_stages, stage_layers)
         self.layout = FeatureLayout.build(shape.num_layers, num_stages, split, anchors, rows, schedule)
         self.validation_acceptance = FillAcceptance(num_stages)
-        self.drafter: PipelineDraftModule | None = None
-        self.target: FrozenTarget | None = None
-        self.supervised_tokens = 0.0
-        """Supervised tokens in the gradients accumulated so far, on this rank."""
-
-    @property
-    def data(self) -> DistillationData:
-        return cast(DistillationData, cast(Any, self.trainer).datamodule)
 
     def drafter_config(self, draft_vocab_size: int) -> DrafterConfig:
         """The drafter's shape: the hyper-parameters, and the target's sizes where they say nothing."""
@@ -129,61 +96,24 @@ class DistillationModule(LightningModule):
             **asdict(self.layout),
             num_spec_layers=given["num_spec_layers"],
             hidden_size=shape.hidden_size,
-            **{name: getattr(shape, name) if given[name] is None else given[name] for name in TARGET_SIZES},
+            **self.target_sizes(),
             rope_theta=given["rope_theta"],
             rms_norm_eps=shape.rms_norm_eps,
             feature_norm=given["feature_norm"],
             draft_vocab_size=draft_vocab_size,
         )
 
-    def setup(self, stage: str) -> None:
-        if self.trainer.precision not in PRECISIONS:
-            raise ValueError(
-                f"trainer.precision={self.trainer.precision!r}: drafter parameters must be float32 (with 16-bit "
-                f"parameters and a small learning rate the norm gains never move); use one of {', '.join(PRECISIONS)}"
-            )
+    def make_drafter(self, draft_vocab_size: int) -> PipelineDraftModule:
+        return PipelineDraftModule(self.drafter_config(draft_vocab_size), BACKENDS[self.hparams["attention"]])
 
-    def configure_model(self) -> None:
-        """Loads the target and builds the drafter, once; Lightning may call this again."""
-        if self.drafter is not None:
-            return
-        device = self.trainer.strategy.root_device
-        target = FrozenTarget.from_pretrained(self.hparams["target"], self.hparams["target_dtype"], device)
-        if self.global_rank == 0:
-            target.warn_of_slow_layers()
-        if self.hparams["compile_target"]:
-            target.compile_layers()
-        token_ids = torch.tensor(self.data.draft_vocab.token_ids)
-        config = self.drafter_config(len(token_ids))
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            drafter = PipelineDraftModule(config, BACKENDS[self.hparams["attention"]])
-        generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
-        head_rows = target.head_rows(token_ids)
-        drafter.initialize(token_ids, target.final_norm_gain.cpu(), head_rows.cpu(), generator)
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            drafter.to(device)
-            shard_drafter(drafter, cast(Any, self.device_mesh)["data_parallel"])
-        self.tokenizer_record = tokenizer_record(self.data.tokenizer, self.data.eos_token_ids)
-        # The target is not a module, so it reaches neither the checkpoint nor the optimizer.
-        self.target, self.drafter = target, drafter
-
-    def on_fit_start(self) -> None:
-        strangers = [name for name, _ in self.named_parameters() if not name.startswith("drafter.")]
-        assert not strangers, f"only the drafter is trained, but there are also {strangers}"
-
-    def target_head(self) -> TargetHead:
-        """The target's head, with the rows that no token has cut off."""
-        assert self.target is not None and self.drafter is not None
-        weight = self.target.head_weight
-        num_tokens = min(self.tokenizer_record["num_tokens"], weight.shape[0])
-        return TargetHead(weight, weight[self.drafter.draft_token_ids], num_tokens)
+    def training_flops(self) -> StepFlops:
+        assert self.drafter is not None
+        return StepFlops.of_run(self.hparams["target"], self.drafter.config)
 
     def target_states(self, batch: ReplicatedBatch) -> TargetStates:
-        """The frozen forward, in the target's own dtype whatever the trainer's precision."""
-        assert self.target is not None and self.drafter is not None
-        anchors = self.layout.anchors[: self.drafter.features.num_anchors]
-        with torch.autocast(batch.input_ids.device.type, enabled=False):
-            return self.target.forward(batch.input_ids, batch.attention_mask, anchors)
+        """The target's states at the anchors that the drafter reads."""
+        assert self.drafter is not None
+        return self.states_at(batch, self.layout.anchors[: self.drafter.features.num_anchors])
 
     def training_step(self, batch: ReplicatedBatch, batch_idx: int) -> Tensor:
         """The summed loss, scaled so that `on_before_optimizer_step` can make it an exact mean per token."""
@@ -201,7 +131,7 @@ class DistillationModule(LightningModule):
         loss = loss if count else 0.0 * loss
         self.supervised_tokens += count
         self.log_training(loss.detach(), drafter_states.detach(), last, head, count, batch_idx)
-        return loss * (self.trainer.accumulate_grad_batches * self.trainer.world_size)
+        return self.scaled(loss)
 
     def log_training(
         self, loss: Tensor, drafter_states: Tensor, last: Tensor, head: TargetHead, count: int, batch_idx: int
@@ -215,16 +145,6 @@ class DistillationModule(LightningModule):
                 drafts = F.linear(drafter_states, self.drafter.lm_head.weight).argmax(dim=-1)
                 agreed = self.drafter.draft_token_ids[drafts] == full_argmax(head, last)
             self.log("train/acceptance", agreed.double().mean().float(), prog_bar=True, batch_size=count)
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the summed gradients by the supervised tokens of all ranks and accumulated batches."""
-        total = torch.tensor(self.supervised_tokens, dtype=torch.float64, device=self.device)
-        total = float(cast(Tensor, self.trainer.strategy.reduce(total, reduce_op="sum")))
-        self.supervised_tokens = 0.0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.div_(max(total, 1.0))
 
     def validation_step(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, batch: ReplicatedBatch, batch_idx: int
@@ -250,51 +170,3 @@ class DistillationModule(LightningModule):
         self.validation_acceptance.reset()
         for name, value in figures.items():
             self.log(f"val/{name}", value, prog_bar=name in ("p", "s0"), rank_zero_only=False)
-
-    def configure_optimizers(self) -> Any:
-        assert self.drafter is not None
-        optimizer = torch.optim.AdamW(
-            self.drafter.parameters(), lr=self.hparams["lr"], weight_decay=self.hparams["weight_decay"]
-        )
-        factor = warmup_then_decay(self.hparams["warmup_steps"], self.trainer.estimated_stepping_batches)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    def on_train_start(self) -> None:
-        """The run's own learning rate and weight decay win over those of a checkpoint that it resumes."""
-        [optimizer], [config] = self.trainer.optimizers, self.trainer.lr_scheduler_configs
-        scheduler = cast(torch.optim.lr_scheduler.LambdaLR, config.scheduler)
-        use_own_rates(optimizer, scheduler, self.hparams["lr"], self.hparams["weight_decay"])
-
-    def drafter_record(self) -> dict[str, Any]:
-        """What a drafter folder says of this drafter beside its weights."""
-        assert self.drafter is not None
-        metrics = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
-        return drafter_record(
-            self.drafter.config,
-            target_name=self.hparams["target"],
-            target=self.target_shape,
-            tokenizer=self.tokenizer_record,
-            draft_vocab=self.data.draft_vocab,
-            metrics=metrics,
-        )
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["drafter"] = self.drafter_record()
-        trainer = self.trainer
-        rewind_to_last_step(checkpoint["loops"], trainer.accumulate_grad_batches, trainer.num_training_batches)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses a checkpoint of another drafter: same shapes do not make the same draft vocabulary."""
-        assert self.drafter is not None
-        saved, here = checkpoint["drafter"]["drafter"], self.drafter.config.to_dict()
-        if different := [name for name in here if saved.get(name) != here[name]]:
-            raise ValueError(
-                f"the checkpoint's drafter has {', '.join(f'{name}={saved.get(name)!r}' for name in different)}, this "
-                f"run's has {', '.join(f'{name}={here[name]!r}' for name in different)}: resume with the same model"
-            )
-        if checkpoint["drafter"]["draft_vocab"]["token_ids"] != self.drafter.draft_token_ids.tolist():
-            raise ValueError(
-                "the checkpoint's draft vocabulary is not this run's: resume with the same training data, or export "
-                "the checkpoint and give its drafter folder as data.draft_vocab"
-            )

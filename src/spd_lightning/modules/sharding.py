@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from spd_lightning.modules.drafter import PipelineDraftModule
+from spd_lightning.modules.eagle.eagle_drafter import Eagle3Drafter
 
 
-def shard_drafter(drafter: PipelineDraftModule, mesh: DeviceMesh) -> None:
+def shard_drafter(drafter: PipelineDraftModule | Eagle3Drafter, mesh: DeviceMesh) -> None:
     """Shards the drafter in place, layer by layer; the target is not touched and stays whole on every rank."""
     for layer in drafter.layers:
         fully_shard(layer, mesh=mesh)

@@ -1,5 +1,6 @@
 """A target's small files: where its folder is, its configurations. Knows no model classes; importing it is cheap."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from spd_lightning.cache import default_cache_dir
 from spd_lightning.modules.hub import offline_when_unreachable
 
+FINGERPRINTED = 2**20
+"""Bytes at either end of a file of weights."""
 TINY_PREFIX = "tiny-random-"
 TINY_FAMILIES = ("qwen3_5", "qwen3", "llama")
 """`tiny-random-qwen3_5` and so on: targets of noise that are made on the spot, for debugging."""
@@ -31,6 +34,25 @@ def locate_target(name_or_path: str | Path) -> str:
 
         save_tiny_target(folder, family)
     return str(folder)
+
+
+def target_fingerprint(name_or_path: str | Path) -> str | None:
+    """A digest by which weights of a local folder are told from others of the same name; none for a hub id.
+
+    Of each file of weights the size and both ends: a trained or pruned target differs there, and gigabytes are not read.
+    """
+    folder = Path(locate_target(name_or_path)).expanduser()
+    if not folder.is_dir():
+        return None
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for start in (0, max(0, size - FINGERPRINTED)):
+                file.seek(start)
+                digest.update(file.read(FINGERPRINTED))
+    return digest.hexdigest()
 
 
 def read_generation_config(name_or_path: str | Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -14,6 +15,42 @@ from spd_lightning.modules.batch import ReplicatedBatch
 from spd_lightning.modules.drafter_config import DrafterConfig
 from spd_lightning.modules.features import FeatureLayout
 from spd_lightning.modules.model_size import DrafterSize, TargetSize, read_target_size
+
+
+@runtime_checkable
+class TrainingFlops(Protocol):
+    """Operations that a training step of some drafter needs; `StepFlops` says what is counted."""
+
+    def of(self, lengths: Int[Tensor, " batch"], num_supervised: int) -> float:
+        """Of one batch.
+
+        Args:
+            lengths: tokens of each sequence.
+            num_supervised: positions at which the loss is taken.
+        """
+        ...
+
+
+def target_flops(
+    target: TargetSize, draft_head_parameters: int, tokens: float, pairs: float, num_supervised: int
+) -> float:
+    """Of the frozen forward: all layers, and of the head the rows of the draft vocabulary.
+
+    Args:
+        target: its sizes.
+        draft_head_parameters: of those rows.
+        tokens: of the batch.
+        pairs: a query and a key that it sees, so half the square of each length.
+        num_supervised: positions at which the head is applied.
+    """
+    matrices = sum(map(target.matrix_parameters, target.layer_types))
+    attention = target.layer_types.count("full_attention") * 4 * target.num_heads * target.head_dim
+    return 2 * matrices * tokens + attention * pairs + 2 * draft_head_parameters * num_supervised
+
+
+def tokens_and_pairs(lengths: Int[Tensor, " batch"]) -> tuple[float, float]:
+    """Tokens of a batch of these lengths, and pairs of a query and a key that it sees."""
+    return float(lengths.sum()), float((lengths.double() * (lengths + 1)).sum()) / 2
 
 
 @dataclass(frozen=True)
@@ -50,14 +87,11 @@ class StepFlops:
             lengths: tokens of each sequence.
             num_supervised: positions at which the loss is taken.
         """
-        tokens, pairs = float(lengths.sum()), float((lengths.double() * (lengths + 1)).sum()) / 2
+        tokens, pairs = tokens_and_pairs(lengths)
         return self._target(tokens, pairs, num_supervised) + 3 * self._drafter(tokens, pairs, num_supervised)
 
     def _target(self, tokens: float, pairs: float, num_supervised: int) -> float:
-        size = self.target
-        matrices = sum(map(size.matrix_parameters, size.layer_types))
-        attention = size.layer_types.count("full_attention") * 4 * size.num_heads * size.head_dim
-        return 2 * matrices * tokens + attention * pairs + 2 * self.drafter.head_parameters * num_supervised
+        return target_flops(self.target, self.drafter.head_parameters, tokens, pairs, num_supervised)
 
     def _drafter(self, tokens: float, pairs: float, num_supervised: int) -> float:
         size, num_rows = self.drafter, self.layout.num_rows
@@ -105,7 +139,7 @@ class ThroughputMeter:
             self.since += self.now() - self.paused_at
         self.paused_at = None
 
-    def count(self, batch: ReplicatedBatch, flops: StepFlops) -> None:
+    def count(self, batch: ReplicatedBatch, flops: TrainingFlops) -> None:
         """Adds a batch that was trained on."""
         lengths, supervised = batch.attention_mask.sum(dim=1).cpu(), int(batch.supervised.sum())
         self.tokens += int(lengths.sum())

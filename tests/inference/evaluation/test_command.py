@@ -7,11 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from spd_lightning.inference.cli import main
 from spd_lightning.inference.evaluation.journal import SAMPLES_FILE, SampleJournal
+from spd_lightning.inference.evaluation.lossless import check_lossless
 from spd_lightning.inference.schedule import Verdict
 from spd_lightning.inference.verify import GreedyVerifier
+from tests.inference.evaluation.synthetic import drafted
 from tests.inference.folders import save_folders
 
 QUESTIONS = [
@@ -150,6 +153,7 @@ def test_the_virtual_clock_is_a_clock_of_its_own(root: Path, tmp_path: Path) -> 
         (["--methods", "ar", "magic"], "methods ['magic']: known are ar, compiled, generate, spd, spd_post, ppsd"),
         (["--methods", "spd", "--check_lossless", "true"], "--methods needs both"),
         (["--methods", "ar", "--check_lossless", "true"], "--methods needs both"),
+        (["--temperature", "1", "--check_lossless", "true"], "--temperature needs 0"),
         (["--methods", "ar", "ppsd"], "--methods ppsd: none of the drafters is of this method"),
         (["--temperature", "0", "-1"], "temperature=-1.0"),
         (["--num_prompts", "0"], "num_prompts=0"),
@@ -206,10 +210,135 @@ def test_answers_of_a_file_that_has_changed_are_not_mixed_in(root: Path, tmp_pat
     questions.write_text(json.dumps({**QUESTIONS[2], "turns": ["Name a number."]}) + "\n")
     with pytest.raises(SystemExit):
         main(args)
-    assert "made with another file as questions asked than" in capsys.readouterr().err
+    assert "holds an answer to another question asked two: use another --out" in capsys.readouterr().err
     questions.write_text(json.dumps(QUESTIONS[2]) + "\n")
     save_folders(tmp_path, num_stages=4, name="mine")
     with pytest.raises(SystemExit):
         main(args)
-    assert "made with another file as drafter mine than" in capsys.readouterr().err
+    assert "holds answers made with another drafter mine: use another --out" in capsys.readouterr().err
     assert lines(tmp_path / "out") == made
+
+
+def test_questions_may_be_added_and_only_what_is_asked_for_is_reported(root: Path, tmp_path: Path) -> None:
+    """The summary of a folder that was used before is that of a new one."""
+    questions = tmp_path / "asked.jsonl"
+    questions.write_text("".join(json.dumps(question) + "\n" for question in (QUESTIONS[0], QUESTIONS[2])))
+    asked = ("--questions", str(questions), "--drafter", str(root / "two"))
+    main(arguments(root, tmp_path / "new", *asked))
+    questions.write_text(json.dumps(QUESTIONS[0]) + "\n")
+    main(arguments(root, tmp_path / "used", *asked, "--turns", "all", "--methods", "ar", "generate"))
+    questions.write_text("".join(json.dumps(question) + "\n" for question in (QUESTIONS[0], QUESTIONS[2])))
+    main(arguments(root, tmp_path / "used", *asked, "--drafter", str(root / "four"), "--temperature", "0", "1"))
+    main(arguments(root, tmp_path / "used", *asked, "--check_lossless", "true"))
+    counted = (
+        "task",
+        "method",
+        "drafter",
+        "temperature",
+        "num_prompts",
+        "num_committed",
+        "num_cycles",
+        "num_identical",
+    )
+    new, used = (
+        [
+            tuple(group[key] for key in counted)
+            for group in json.loads((tmp_path / name / "summary.json").read_text())["groups"]
+        ]
+        for name in ("new", "used")
+    )
+    assert new == used
+
+
+def test_answers_that_were_made_before_plain_decoding_are_compared_later(root: Path, tmp_path: Path, capsys) -> None:
+    args = ("--drafter", str(root / "two"), "--num_prompts", "1")
+    main(arguments(root, tmp_path, *args, "--methods", "spd"))
+    [sample] = lines(tmp_path)
+    assert sample["identical_to_ar"] is None
+    wrong = sample | {"token_ids": [*sample["token_ids"][:5], 1, *sample["token_ids"][6:]]}
+    (tmp_path / SAMPLES_FILE).write_text(json.dumps(wrong) + "\n")
+    with pytest.raises(SystemExit) as raised:
+        main(arguments(root, tmp_path, *args, "--methods", "ar", "spd", "--check_lossless", "true"))
+    assert raised.value.code == 3
+    printed = capsys.readouterr().err
+    assert f"token 1 instead of {sample['token_ids'][5]}" in printed and "NOT lossless: 1 of 1" in printed
+    found = {line["method"]: line for line in lines(tmp_path)}
+    assert len(lines(tmp_path)) == 2 and found["spd"]["identical_to_ar"] is False
+
+
+def test_the_gate_does_not_pass_what_was_not_compared(capsys) -> None:
+    alone = drafted([True, False], identical_to_ar=None)
+    with pytest.raises(SystemExit) as raised:
+        check_lossless([alone])
+    assert raised.value.code == 3
+    assert "1 of 1 greedy answers have no plain one beside them" in capsys.readouterr().err
+
+
+def test_a_seed_that_was_not_given_is_drawn_once_for_all_drafters(root: Path, tmp_path: Path) -> None:
+    args = ("--num_prompts", "1", "--temperature", "1", "--verify", "coupled")
+    main(arguments(root, tmp_path, *args, "--drafter", str(root / "four")))
+    main(arguments(root, tmp_path, *args, "--drafter", str(root / "four"), str(root / "two")))
+    samples = lines(tmp_path)
+    assert len({sample["seed"] for sample in samples}) == 1 and len({tuple(s["token_ids"]) for s in samples}) == 1
+    assert [sample["identical_to_ar"] for sample in samples] == [None, True, True]
+
+
+def test_a_baseline_that_cannot_work_stops_the_run_before_it_begins(
+    root: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    def failing(*_):
+        raise ValueError("no compiler here")
+
+    monkeypatch.setattr("spd_lightning.inference.evaluation.compiled.CompiledTarget.__init__", failing)
+    with pytest.raises(SystemExit) as raised:
+        main(arguments(root, tmp_path, "--methods", "ar", "compiled", "spd"))
+    assert raised.value.code == 2 and "no compiler here" in capsys.readouterr().err
+    assert not (tmp_path / SAMPLES_FILE).exists()
+
+
+def test_a_run_that_answered_nothing_says_why(root: Path, tmp_path: Path, capsys) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(arguments(root, tmp_path, "--max_length", "5"))
+    assert raised.value.code == 2
+    assert "no question could be answered; the first: a prompt of" in capsys.readouterr().err
+
+
+def test_drafters_for_different_targets_are_refused(root: Path, tmp_path: Path, capsys) -> None:
+    other, _ = save_folders(tmp_path, "llama", num_stages=4, name="other")
+    with pytest.raises(SystemExit):
+        main(arguments(root, tmp_path / "out", "--drafter", str(root / "four"), other))
+    assert "the drafters are for different targets" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(
+            arguments(
+                root, tmp_path / "out", "--drafter", str(root / "four"), str(root / "two"), "--runtime", "distributed"
+            )
+        )
+    assert "drafters of [2, 4] stages need other numbers of processes" in capsys.readouterr().err
+
+
+def test_a_target_with_other_weights_is_another_target(tmp_path: Path, capsys) -> None:
+    drafter, target = save_folders(tmp_path, "llama", num_stages=2, name="mine")
+    (tmp_path / "own.jsonl").write_text(json.dumps(QUESTIONS[2]) + "\n")
+    main(arguments(tmp_path, tmp_path / "out", "--drafter", drafter))
+    weights = load_file(Path(target) / "model.safetensors")
+    last = sorted(weights)[-1]
+    save_file(weights | {last: weights[last] + 1}, Path(target) / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SystemExit):
+        main(arguments(tmp_path, tmp_path / "out", "--drafter", drafter))
+    assert f"made with another target {target}" in capsys.readouterr().err
+
+
+def test_a_folder_in_use_or_without_settings_is_refused(root: Path, tmp_path: Path, capsys) -> None:
+    journal = SampleJournal(tmp_path / "one", {})
+    with pytest.raises(ValueError, match="another evaluation is writing to"):
+        SampleJournal(tmp_path / "one", {})
+    journal.close()
+    SampleJournal(tmp_path / "one", {}).close()
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / SAMPLES_FILE).touch()
+    with pytest.raises(ValueError, match=r"per_sample.jsonl is there, but no settings.json beside it"):
+        SampleJournal(tmp_path / "two", {})
+    (tmp_path / "one" / "settings.json").write_text("{")
+    with pytest.raises(ValueError, match=r"settings.json is no JSON"):
+        SampleJournal(tmp_path / "one", {})

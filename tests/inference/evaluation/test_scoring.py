@@ -39,6 +39,10 @@ from spd_lightning.inference.evaluation.tasks import Question, load_questions
         ("7..", "7"),
         ("It is\n\n  42\n\n", "42"),
         # "the answer is"
+        ("### Answer\n42\n\nCheck: 6 * 7", "42"),
+        ("the answer is 24 = 2 dozen", "24"),
+        ("\\boxed{24 = 2 \\cdot 12}", "24"),
+        ("The answer is 2 * 12 = 24 eggs", "24"),
         ("The answer is 5, because 2 + 1 is 3.", "5"),
         ("The answer is $1,200 for 3 days.", "1200"),
         ("the final answer would be: **18** eggs of 20", "18"),

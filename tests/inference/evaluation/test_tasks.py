@@ -106,6 +106,9 @@ def test_questions_come_from_a_file(tmp_path: Path) -> None:
     "row, message",
     [
         ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        (gsm8k(1, question_id="b\ud800"), "'question_id' is"),
+        (gsm8k(1, turns=["hi \ud800"]), "'turns' is"),
         ("[1]", r"is '\[1\]', but must be a JSON object"),
         (gsm8k(1, question_id=None), "'question_id' is None, but must be a number or a text"),
         (gsm8k(1, question_id=True), "'question_id' is True"),
@@ -161,7 +164,7 @@ def test_a_missing_file_is_named(task_dir: Path, file: str) -> None:
 def test_a_file_named_like_a_task_is_refused(tmp_path: Path) -> None:
     """Its answers could be taken for those of the task, and be scored like them."""
     path = write(tmp_path / "gsm8k.jsonl", gsm8k(0))
-    with pytest.raises(ValueError, match=rf"{path} has the name of the task 'gsm8k': rename it"):
+    with pytest.raises(ValueError, match=rf"{path} has a name that means something else, 'gsm8k': rename the file"):
         load_questions([], None, path, 1)
 
 
@@ -247,3 +250,10 @@ def test_the_measuring_data_is_read_whole(shared_dir: Path) -> None:
     for question in found[160:]:
         assert question.original is not None and question.original.strip() in question.turns[0]
         assert question.test is not None and "def check(candidate)" in question.test
+
+
+def test_files_without_questions_or_with_a_name_of_another_meaning_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"empty.jsonl holds no questions"):
+        load_questions([], None, write(tmp_path / "empty.jsonl", ""), 80)
+    with pytest.raises(ValueError, match=r"means something else, 'overall'"):
+        load_questions([], None, write(tmp_path / "overall.jsonl", gsm8k(1)), 80)

@@ -2,9 +2,7 @@
 
 import json
 import os
-import platform
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,23 +14,21 @@ from jsonargparse import ArgumentParser, Namespace
 from tqdm import tqdm
 
 from spd_lightning.inference.arguments import add_decoding_arguments, opened_decoder, run_on_ranks, sampling_params
+from spd_lightning.inference.evaluation.machine import machine
 from spd_lightning.inference.profile import NOTES, profile_by_fill
 from spd_lightning.modules.checkpoint import WEIGHTS_FILE
 
 if TYPE_CHECKING:
     from spd_lightning.inference.decoder import PipelineDecoder
     from spd_lightning.inference.evaluation.journal import SampleJournal
-    from spd_lightning.inference.evaluation.sample import Sample
     from spd_lightning.inference.evaluation.tasks import Question
 
 METHODS_HELP = (
-    "ar, compiled, generate (Transformers') and, of the drafters, spd, spd_post, ppsd; ar and those of the drafters, "
-    "unless given"
+    "ar, compiled, generate (Transformers') and, of the drafters, spd, spd_post, ppsd, eagle3; ar and those of the "
+    "drafters, unless given"
 )
 TASKS = ["mt_bench", "gsm8k", "humaneval"]
 SUMMARY_FILE, TABLE_FILE, REPORT_FILE = "summary.json", "summary.md", "report.html"
-NOT_LOSSLESS = 3
-"""Exit code of `--check_lossless` when a greedy answer is not plain decoding's."""
 
 
 def add_eval_arguments(parser: ArgumentParser) -> None:
@@ -56,14 +52,14 @@ def run_eval(given: Namespace, args: Sequence[str]) -> None:
     """Evaluates."""
     from spd_lightning.inference.evaluation.tasks import load_questions
 
-    methods = check_arguments(given)
+    methods, drafters = check_arguments(given)
     tasks = given.tasks if given.tasks is not None else [] if given.questions else TASKS
     questions = load_questions(tasks, given.task_dir, given.questions, given.num_prompts)
-    run_on_ranks(given, args, lambda: evaluate(given, args, methods, questions))
+    run_on_ranks(given, args, lambda: evaluate(given, args, methods, drafters, questions))
 
 
-def check_arguments(given: Namespace) -> list[str]:
-    """The methods to compare; raises `ValueError` for what cannot be evaluated."""
+def check_arguments(given: Namespace) -> tuple[list[str], dict[str, str]]:
+    """The methods to compare, and that of each drafter folder; raises `ValueError` for what cannot be evaluated."""
     from spd_lightning.inference.evaluation.methods import chosen_methods, drafter_labels, drafter_methods
 
     if given.num_prompts < 1:
@@ -73,33 +69,43 @@ def check_arguments(given: Namespace) -> list[str]:
         raise ValueError(f"drafters {given.drafter} cannot be told apart by their folders' names: rename one")
     for temperature in given.temperature:
         sampling_params(given, temperature)
-    return chosen_methods(given.methods, drafter_methods(given.drafter), given.runtime, given.check_lossless)
+    if given.check_lossless and 0 not in given.temperature:
+        raise ValueError("check_lossless compares greedy answers: --temperature needs 0")
+    drafters = drafter_methods(given.drafter, given.target, given.runtime)
+    if given.draft_length is not None and "eagle3" not in drafters.values():
+        raise ValueError(f"draft_length={given.draft_length} is for EAGLE-3 drafters, and none is given: leave it out")
+    return chosen_methods(given.methods, drafters, given.runtime, given.check_lossless), drafters
 
 
-def evaluate(given: Namespace, args: Sequence[str], methods: Sequence[str], questions: Sequence["Question"]) -> None:
+def evaluate(
+    given: Namespace,
+    args: Sequence[str],
+    methods: Sequence[str],
+    drafters: Mapping[str, str],
+    questions: Sequence["Question"],
+) -> None:
     """Answers with every drafter and writes what came out; on ranks other than the lead, helps."""
     from spd_lightning.inference.evaluation.journal import SampleJournal
     from spd_lightning.inference.evaluation.methods import drafter_labels, make_methods
-    from spd_lightning.inference.evaluation.runner import Evaluation
+    from spd_lightning.inference.evaluation.runner import PIPELINES, Evaluation
 
     journal: SampleJournal | None = None
-    skipped: list[Mapping[str, str]] = []
-    predicted: list[dict[str, Any]] = []
-    profiles: list[dict[str, Any]] = []
-    for folder, label in zip(given.drafter, drafter_labels(given.drafter), strict=True):
-        with opened_decoder(given, folder) as decoder:
+    facts: dict[str, list[Any]] = {"skipped": [], "predicted": [], "profiles": []}
+    for (folder, method), label in zip(drafters.items(), drafter_labels(list(drafters)), strict=True):
+        own = given.clone()
+        own.draft_length = given.draft_length if method == "eagle3" else None
+        with opened_decoder(own, folder) as decoder:
             if not decoder.is_lead:
                 decoder.follow()
                 continue
             if journal is None:
-                journal = SampleJournal(given.out, settings(given, decoder))
-                if given.questions is not None:
-                    journal.pin(f"questions {given.questions.stem}", given.questions)
-            journal.pin(f"drafter {label}", Path(folder) / WEIGHTS_FILE)
+                journal = SampleJournal(given.out, settings(given, decoder, "eagle3" in drafters.values()))
+            pin_files(journal, decoder, Path(folder), label, questions)
+            seed = journal.seed(given.seed, lambda: sampling_params(given, 1.0).seed)
             evaluation = Evaluation(
                 decoder,
                 make_methods(methods, decoder, label, given.runtime, given.dtype),
-                sampling_params(given, 1.0),
+                replace(sampling_params(given, 1.0), seed=seed),
                 given.temperature,
                 given.turns == "all",
                 journal,
@@ -109,20 +115,42 @@ def evaluate(given: Namespace, args: Sequence[str], methods: Sequence[str], ques
                 for sample in evaluation.run(questions):
                     progress.update()
                     progress.set_postfix_str(f"{sample.task} {sample.method} T={sample.temperature:g}")
-            skipped += [item for item in evaluation.skipped if item not in skipped]
-            predicted += predictions(given, decoder, label)
-            if given.runtime != "distributed" and decoder.drafter.module.config.method in methods:
-                profiles += profile_of(given, decoder, label, questions)
+            facts["skipped"] += [item for item in evaluation.skipped if item not in facts["skipped"]]
+            facts["predicted"] += predictions(given, decoder, label)
+            if given.runtime != "distributed" and method in PIPELINES and method in methods:
+                facts["profiles"] += profile_of(given, decoder, label, questions)
     if journal is not None:
-        report(given, args, journal, questions, skipped=skipped, predicted=predicted, profiles=profiles)
+        try:
+            report(given, args, methods, journal, questions, facts)
+        finally:
+            journal.close()
 
 
-def settings(given: Namespace, decoder: "PipelineDecoder") -> dict[str, Any]:
-    """What all answers of a folder have in common."""
+def pin_files(
+    journal: "SampleJournal", decoder: "PipelineDecoder", folder: Path, label: str, questions: Sequence["Question"]
+) -> None:
+    """Refuses a folder whose answers were made with another target, drafter or questions of the same names."""
+    from spd_lightning.inference.evaluation.journal import file_fingerprint
+    from spd_lightning.modules.target_files import target_fingerprint
+
+    if (fingerprint := target_fingerprint(decoder.target_name)) is not None:
+        journal.pin(f"target {decoder.target_name}", fingerprint)
+    journal.pin(f"drafter {label}", file_fingerprint(folder / WEIGHTS_FILE))
+    contents = [json.dumps([q.turns, q.reference, q.test], ensure_ascii=False) for q in questions]
+    names = [f"{question.task} {question.question_id}" for question in questions]
+    journal.pin_questions(list(zip(names, contents, strict=True)))
+
+
+def settings(given: Namespace, decoder: "PipelineDecoder", in_rounds: bool) -> dict[str, Any]:
+    """What all answers of a folder have in common; `in_rounds` if some come from an EAGLE-3 drafter."""
+    from spd_lightning.inference.eagle.runtime import DRAFT_LENGTH
+
     names = ("max_new_tokens", "top_k", "top_p", "seed", "stop", "verify", "runtime", "dtype", "device", "max_length")
     return {
         "target": decoder.target_name,
         **{name: given[name] for name in names},
+        "machine": {name: machine()[name] for name in ("processor", "gpus")},
+        **({"draft_length": given.draft_length or DRAFT_LENGTH} if in_rounds else {}),
         "link": [given.link_us, given.link_gb_s, given.record_us] if given.runtime == "virtual" else None,
     }
 
@@ -141,6 +169,9 @@ def profile_of(
     given: Namespace, decoder: "PipelineDecoder", label: str, questions: Sequence["Question"]
 ) -> list[dict[str, Any]]:
     """The cycle profile of the first question that fits, answered once more, in one process."""
+    from spd_lightning.inference.runtime.local import LocalRuntime
+
+    assert isinstance(decoder.runtime, LocalRuntime)
     params = replace(sampling_params(given, given.temperature[0]), max_new_tokens=min(given.max_new_tokens, 64))
     timer = decoder.runtime.start_timing()
     for question in questions:
@@ -173,20 +204,40 @@ def make_score(given: Namespace) -> Any:
 def report(
     given: Namespace,
     args: Sequence[str],
+    methods: Sequence[str],
     journal: "SampleJournal",
     questions: Sequence["Question"],
-    **facts: Any,
+    facts: Mapping[str, Any],
 ) -> None:
-    """Writes summary, table and page, prints the table, logs to W&B, and applies the losslessness gate."""
+    """Writes summary, table and page, prints the table, logs to W&B, and applies the losslessness gate.
+
+    Of a folder that earlier commands have used, only what this one asks for counts.
+
+    Raises:
+        ValueError: if no question could be answered.
+    """
+    from spd_lightning.inference.evaluation.lossless import check_lossless
+    from spd_lightning.inference.evaluation.methods import drafter_labels
     from spd_lightning.inference.evaluation.report import render_report
     from spd_lightning.inference.evaluation.summary import make_summary
     from spd_lightning.inference.evaluation.tables import to_markdown
 
-    samples = journal.select((question.task, question.question_id) for question in questions)
+    asked, labels = {(q.task, q.question_id) for q in questions}, (None, *drafter_labels(given.drafter))
+    samples = journal.select(
+        lambda sample: (
+            sample.prompt[:2] in asked
+            and (sample.turn == 0 or given.turns == "all")
+            and sample.method in methods
+            and sample.drafter in labels
+            and sample.temperature in given.temperature
+        )
+    )
+    if not samples:
+        raise ValueError(f"no question could be answered; the first: {facts['skipped'][0]['error']}")
     summary = make_summary(
         samples,
         command=shlex.join(["spd-infer", *args]),
-        settings=journal.settings,
+        settings={name: value for name, value in journal.settings.items() if name != "questions"},
         machine=machine(),
         versions={name: version(name) for name in ("spd-lightning", "torch", "transformers")},
         **facts,
@@ -206,49 +257,6 @@ def report(
         log_to_wandb(given, summary)
     if given.check_lossless:
         check_lossless(samples)
-
-
-def check_lossless(samples: Sequence["Sample"]) -> None:
-    """Raises `SystemExit` with code 3 if a greedy answer of a pipeline is not that of plain decoding."""
-    greedy = [sample for sample in samples if sample.drafter is not None and sample.temperature == 0]
-    different = [sample for sample in greedy if sample.first_difference is not None]
-    if not different:
-        print(f"lossless: {len(greedy)} of {len(greedy)} greedy answers are those of plain decoding")
-        return
-    for sample in different:
-        first = sample.first_difference
-        assert first is not None
-        margin = "not recorded" if first["margin"] is None else f"{first['margin']:.3g}"
-        print(
-            f"{sample.task} {sample.question_id}: position {first['position']}: token {first['token']} instead of "
-            f"{first['ar_token']}; margin of the two best logits {margin}",
-            file=sys.stderr,
-        )
-    print(f"NOT lossless: {len(different)} of {len(greedy)} greedy answers differ", file=sys.stderr)
-    raise SystemExit(NOT_LOSSLESS)
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    import torch
-
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        "processor": processor_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpus": gpus,
-        "system": platform.platform(),
-        "python": platform.python_version(),
-    }
-
-
-def processor_name() -> str:
-    """The CPU's model where the system says so, else its architecture."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
 
 
 def log_to_wandb(given: Namespace, summary: Mapping[str, Any]) -> None:

@@ -87,13 +87,12 @@ class VerifiedTarget:
 
 def compiled_starter(
     decoder: "PipelineDecoder", whole: Callable[[], FrozenTarget]
-) -> Callable[[Sequence[Mapping[str, str]], SamplingParams], Run]:
-    """How to begin an answer by the compiled target.
+) -> tuple[Callable[[Sequence[Mapping[str, str]], SamplingParams], Run], Callable[[], CompiledTarget]]:
+    """How to begin an answer by the compiled target, and what compiles it, before any clock runs.
 
     Args:
         decoder: whose tokenizer, limits and rules of drawing hold.
-        whole: loads the whole target, in the decoder's dtype and on its device; it is compiled when the first answer is
-            begun, before its clock runs.
+        whole: loads the whole target, in the decoder's dtype and on its device.
     """
 
     @cache
@@ -106,4 +105,4 @@ def compiled_starter(
         verifier = make_verifier(params, len(decoder.tokenizer))
         return Run(ids, decode_plainly(VerifiedTarget(compiled(), verifier), ids, stop), stop, None)
 
-    return start
+    return start, compiled

@@ -2,8 +2,8 @@
 
 A guard against accidents of generated code, not a security boundary. While a program runs, and after it:
 
-- it has no network, no environment, no input, no privileges (those of `nobody` where we are root) and nobody else's
-  processes in sight;
+- it has no network, no environment, no input and no privileges (those of `nobody` where we are root); it can neither
+  signal nor look into processes of others, though it may see in `/proc` that they are there;
 - it can write to an empty folder in memory only; all other files are read-only, and homes, `/run` and the shared
   temporary folders look empty. The rest it may read as far as its user may: `nobody`, or we where we are not root;
 - time, CPU time, memory, processes, files and output are limited, as `Limits` says;

@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spd_lightning.inference.eagle.runtime import EagleRuntime
 from spd_lightning.inference.evaluation.baseline import generate_starter
 from spd_lightning.inference.evaluation.compiled import compiled_starter
 from spd_lightning.inference.evaluation.runner import BASELINES, DRAFTED, METHODS, WHOLE_TARGET_METHODS, Method
@@ -22,9 +23,30 @@ def drafter_labels(folders: Sequence[str]) -> list[str]:
     return [path.parent.name if path.name == "drafter" else path.name for path in paths]
 
 
-def drafter_methods(folders: Sequence[str]) -> dict[str, str]:
-    """The method of each drafter folder, as its configuration names it."""
-    return {folder: read_drafter_config(Path(folder))[1].method for folder in folders}
+def drafter_methods(folders: Sequence[str], target: str | None, runtime: str) -> dict[str, str]:
+    """The method of each drafter folder, as its configuration names it.
+
+    Args:
+        folders: of the drafters.
+        target: that the command names, or none: then the drafters' own.
+        runtime: of the decoders.
+
+    Raises:
+        ValueError: if the folders cannot be read, or their drafters cannot be evaluated together.
+    """
+    records = {folder: read_drafter_config(Path(folder)) for folder in folders}
+    targets = sorted({str(record["target"]["name"]) for record, _ in records.values()})
+    if target is None and len(targets) > 1:
+        raise ValueError(
+            f"the drafters are for different targets, {' and '.join(targets)}: evaluate them one by one, or name one "
+            "target with --target"
+        )
+    counts = {getattr(config, "num_stages", 1) for _, config in records.values()}
+    if runtime == "distributed" and len(counts) > 1:
+        raise ValueError(
+            f"drafters of {sorted(counts)} stages need other numbers of processes: evaluate them one by one"
+        )
+    return {folder: config.method for folder, (_, config) in records.items()}
 
 
 def chosen_methods(
@@ -43,7 +65,7 @@ def chosen_methods(
             does not work with the runtime.
     """
     if asked is None:
-        return [method for method in METHODS if method == "ar" or method in drafters.values()]
+        asked = [method for method in METHODS if method == "ar" or method in drafters.values()]
     if unknown := [method for method in asked if method not in METHODS]:
         raise ValueError(f"methods {unknown}: known are {', '.join(METHODS)}")
     drafted = [method for method in asked if method in DRAFTED]
@@ -56,6 +78,8 @@ def chosen_methods(
             )
     if check_lossless and not (drafted and "ar" in asked):
         raise ValueError("check_lossless compares a drafter's answers with those of ar: --methods needs both")
+    if runtime != "local" and "eagle3" in drafted:
+        raise ValueError(f"eagle3 decodes on one device: leave it out, or use --runtime local, not {runtime}")
     if runtime == "distributed" and (whole := sorted(WHOLE_TARGET_METHODS & set(asked))):
         raise ValueError(f"{whole} need the whole target in one process: leave them out, or use --runtime local")
     return list(asked)
@@ -78,13 +102,14 @@ def make_methods(
 
     @cache
     def whole() -> FrozenTarget:
-        assert isinstance(decoder.runtime, LocalRuntime)
+        assert isinstance(decoder.runtime, LocalRuntime | EagleRuntime)
         return FrozenTarget.from_pretrained(decoder.target_name, dtype, decoder.runtime.device)
 
+    start_compiled, compile_target = compiled_starter(decoder, whole)
     methods = {
         "ar": Method("ar", None, decoder.start_autoregressive, devices if clock == "wall" else 1, clock),
-        "compiled": Method("compiled", None, compiled_starter(decoder, whole), 1, clock),
-        "generate": Method("generate", None, generate_starter(decoder, whole), 1, clock),
+        "compiled": Method("compiled", None, start_compiled, 1, clock, compile_target),
+        "generate": Method("generate", None, generate_starter(decoder, whole), 1, clock, whole),
     }
     assert tuple(methods) == BASELINES
     own = decoder.drafter.module.config.method

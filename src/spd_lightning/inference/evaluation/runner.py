@@ -3,18 +3,24 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Any
 
 from spd_lightning.inference.answer import Run
 from spd_lightning.inference.decoder import PipelineDecoder
+from spd_lightning.inference.eagle.runtime import EagleRuntime
 from spd_lightning.inference.evaluation.journal import SampleJournal
 from spd_lightning.inference.evaluation.margin import top2_margin
-from spd_lightning.inference.evaluation.sample import Clock, FirstDifference, Sample, token_class
+from spd_lightning.inference.evaluation.sample import Clock, FirstDifference, Sample, SampleKey, token_class
 from spd_lightning.inference.evaluation.tasks import Question
 from spd_lightning.inference.sampling import SamplingParams
+from spd_lightning.modules.eagle.eagle_config import Eagle3Config
 
 BASELINES = ("ar", "compiled", "generate")
-DRAFTED = ("spd", "spd_post", "ppsd")
-"""Methods that have a drafter, as its configuration names them; pipelines all, so greedy they give what `ar` does."""
+PIPELINES = ("spd", "spd_post", "ppsd")
+"""Their stages run one token after the other, so greedy they give what `ar` does, bit for bit."""
+DRAFTED = (*PIPELINES, "eagle3")
+"""Methods that have a drafter, as its configuration names them. EAGLE-3 verifies blocks: greedy it may differ from `ar`
+where the two best tokens are as good as equal."""
 METHODS = (*BASELINES, *DRAFTED)
 WHOLE_TARGET_METHODS = {"compiled", "generate"}
 """Baselines that run the whole target in one process, beside the stages."""
@@ -32,6 +38,7 @@ class Method:
         start: begins an answer.
         num_devices: that work on it.
         clock: of its seconds.
+        prepare: readies it before its first answer; `ValueError` if it cannot work here.
     """
 
     name: str
@@ -39,6 +46,7 @@ class Method:
     start: Start
     num_devices: int = 1
     clock: Clock = "wall"
+    prepare: Callable[[], object] = lambda: None
 
 
 class Evaluation:
@@ -73,9 +81,19 @@ class Evaluation:
         self.score = score
         self.skipped: list[dict[str, str]] = []
         self._classes: dict[int, str] = {}
+        self._revised: list[Sample] = []
 
     def run(self, questions: Sequence[Question]) -> Iterator[Sample]:
-        """Answers what has not been answered yet; a question that cannot be is skipped with its reason."""
+        """Answers what has not been answered yet; a question that cannot be is skipped with its reason.
+
+        What is there already is compared with plain decoding and scored, if that was not done when it was made.
+
+        Raises:
+            ValueError: if a method cannot work here at all.
+        """
+        for method in self.methods:
+            if any(key not in self.journal.samples for key in self._keys(questions, method)):
+                method.prepare()
         for question in questions:
             for temperature in self.temperatures:
                 try:
@@ -84,6 +102,13 @@ class Evaluation:
                     item = {"task": question.task, "question_id": question.question_id, "error": str(error)}
                     if item not in self.skipped:  # at another temperature, too
                         self.skipped.append(item)
+        self.journal.update(self._revised)
+
+    def _keys(self, questions: Sequence[Question], method: "Method") -> Iterator[SampleKey]:
+        for question in questions:
+            for turn in range(len(question.turns) if self.all_turns else 1):
+                for temperature in self.temperatures:
+                    yield question.task, question.question_id, turn, method.name, method.drafter, temperature
 
     def count(self, questions: Sequence[Question]) -> int:
         """How many answers `run` gives, those that are there already included."""
@@ -103,10 +128,12 @@ class Evaluation:
                 history.append({"role": "user", "content": text})
                 key = (question.task, question.question_id, turn, method.name, method.drafter, temperature)
                 sample = self.journal.samples.get(key)
+                # A later turn has the method's own earlier answers in its prompt.
+                comparable = plain if plainly_asked == history else None
                 if sample is None:
-                    # A later turn has the method's own earlier answers in its prompt.
-                    comparable = plain if plainly_asked == history else None
                     sample = self.journal.add(self._answer(question, turn, method, history, params, comparable))
+                else:
+                    sample = self._revise(question, sample, history, params, comparable)
                 if method.name == "ar":
                     plain, plainly_asked = sample, list(history)
                 history.append({"role": "assistant", "content": sample.text})
@@ -125,11 +152,12 @@ class Evaluation:
         run = method.start(list(history), params)
         result = run.result()
         stats, config = result.stats, self.decoder.drafter.module.config
-        has_drafter = method.drafter is not None
+        in_rounds = isinstance(config, Eagle3Config)
+        has_drafter, has_stages = method.drafter is not None, method.drafter is not None and not in_rounds
+        runtime = self.decoder.runtime
         judgements = () if stats is None else tuple((j.position, j.fill, j.accepted) for j in stats.judgements)
         token_ids, start = tuple(run.token_ids), len(run.prompt)
-        same_law = params.is_greedy or (params.verify == "coupled" and method.name not in WHOLE_TARGET_METHODS)
-        compared = plain is not None and method.name != "ar" and same_law
+        compared = plain is not None and is_comparable(method.name, params)
         difference = self._difference(plain, token_ids, run.prompt, params) if compared and plain is not None else None
         return Sample(
             task=question.task,
@@ -140,10 +168,10 @@ class Evaluation:
             drafter=method.drafter,
             temperature=params.temperature,
             seed=None if params.is_greedy else params.seed,
-            num_stages=config.num_stages if has_drafter else None,
-            num_layers=config.layout.num_layers,
+            num_stages=self.decoder.num_stages if has_stages else None,
+            num_layers=config.num_layers,
             num_spec_layers=config.num_spec_layers if has_drafter else None,
-            schedule=config.schedule if has_drafter else None,
+            schedule=config.schedule if has_drafter and not in_rounds else None,
             prompt_tokens=start,
             token_ids=token_ids,
             text=result.text,
@@ -157,9 +185,31 @@ class Evaluation:
             identical_to_ar=difference is None if compared else None,
             first_difference=difference,
             is_correct=self.score(question, result.text),
+            draft_length=runtime.draft_length if has_drafter and isinstance(runtime, EagleRuntime) else None,
             num_devices=method.num_devices,
             clock=method.clock,
         )
+
+    def _revise(
+        self,
+        question: Question,
+        sample: Sample,
+        history: Sequence[Mapping[str, str]],
+        params: SamplingParams,
+        plain: Sample | None,
+    ) -> Sample:
+        """A sample of an earlier run with the comparison and the score that can be had now."""
+        changes: dict[str, Any] = {}
+        if sample.identical_to_ar is None and plain is not None and is_comparable(sample.method, params):
+            prompt, _ = self.decoder.checked(list(history), params)
+            difference = self._difference(plain, sample.token_ids, tuple(prompt), params)
+            changes |= {"identical_to_ar": difference is None, "first_difference": difference}
+        if sample.is_correct is None and (is_correct := self.score(question, sample.text)) is not None:
+            changes["is_correct"] = is_correct
+        if not changes:
+            return sample
+        self._revised.append(replace(sample, **changes))
+        return self._revised[-1]
 
     def _difference(
         self, plain: Sample, token_ids: tuple[int, ...], prompt: tuple[int, ...], params: SamplingParams
@@ -176,6 +226,11 @@ class Evaluation:
         if token_id not in self._classes:
             self._classes[token_id] = token_class(self.decoder.tokenizer.decode([token_id]))
         return self._classes[token_id]
+
+
+def is_comparable(method: str, params: SamplingParams) -> bool:
+    """Whether an answer of this method must or may have plain decoding's tokens: greedy ones, and coupled stages'."""
+    return method != "ar" and (params.is_greedy or (params.verify == "coupled" and method not in WHOLE_TARGET_METHODS))
 
 
 def question_seed(seed: int, question: Question) -> int:

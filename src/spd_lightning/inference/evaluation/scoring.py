@@ -15,11 +15,14 @@ _NUMBER = rf"(?>(?:(?<![\w)\]}}%.])-)?(?<![\w.])(?:{_DIGITS}))"
 # Explicit forms of a final answer, the most explicit first. `#### 1. Add the costs` is a heading.
 _MARKED = re.compile(rf"####[ \t*]*({_NUMBER})(?![.):][ \t]+\S)")
 _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+# Also a heading, `### Answer`, and the number below it.
 _STATED = re.compile(
-    r"(?:\b(?:the|final|correct|my|our)[ \t]+|^[^\w\n]*)answer(?:\b[^.\n0-9:]{0,60}?\b(?:is|are|be)\b|[^\w\n]{0,4}:)"
+    r"(?:(?:\b(?:the|final|correct|my|our)[ \t]+|^[^\w\n]*)answer(?:\b[^.\n0-9:]{0,60}?\b(?:is|are|be)\b|[^\w\n]{0,4}:)"
+    r"|^[^\w\n]*[#*][^\w\n]*(?:final[ \t]+)?answer[^\w\n]*$)"
     rf"[^0-9\n]{{0,80}}?(?:\n+[^0-9\n]{{0,80}}?)?({_NUMBER}(?:(?!\.\s)[^\n])*)",
     re.IGNORECASE | re.MULTILINE,
 )
+_OPERATOR = re.compile(r"[+*/×÷·]|\\(?:cdot|times|div|frac)|[ \t]-[ \t]|[0-9]-[0-9]|\bx\b")
 
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 _FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
@@ -47,8 +50,10 @@ def final_number(text: str) -> Decimal | None:
     text = re.sub(r"\\?[$€£]", "", text)
     for form in (_MARKED, _BOXED, _STATED):
         for explicit in reversed(form.findall(text)):
-            # Of 3 * 5 = 15 apples the number behind the last equals sign.
-            if numbers := re.findall(_NUMBER, explicit.rpartition("=")[2]) or re.findall(_NUMBER, explicit):
+            # Of 3 * 5 = 15 apples the number behind the last equals sign, but of 24 = 2 dozen the first one.
+            left, _, right = explicit.rpartition("=")
+            behind = re.findall(_NUMBER, right) if _OPERATOR.search(left) else []
+            if numbers := behind or re.findall(_NUMBER, explicit):
                 return _value(numbers[0])
     numbers = re.findall(_NUMBER, text)
     return _value(numbers[-1]) if numbers else None

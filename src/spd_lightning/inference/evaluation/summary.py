@@ -7,10 +7,10 @@ from typing import Any
 
 from spd_lightning.inference.evaluation.formulas import adjusted_speedup, cycle_deviation, implied_by_counts
 from spd_lightning.inference.evaluation.sample import TOKEN_CLASSES, Clock, Sample
+from spd_lightning.inference.evaluation.tasks import OVERALL
 from spd_lightning.inference.stats import DecodeStats
 
 VERSION = 1
-OVERALL = "overall"
 RANGE_STARTS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Where the ranges of positions begin by which acceptance is shown along an answer; 0 is the prefill's token."""
 RANGES = (*(f"{start}-{end - 1}" for start, end in zip(RANGE_STARTS, RANGE_STARTS[1:], strict=False)), "4096 on")

@@ -69,7 +69,7 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
         parts += [f"## {table.title}", table.note, _aligned(table)]
     if skipped := summary.get("skipped"):
         parts.append("## Skipped")
-        parts.append("\n".join(f"- {item['task']} {item['question_id']}: {item['error']}" for item in skipped))
+        parts.append("\n".join(" ".join(f"- {i['task']} {i['question_id']}: {i['error']}".split()) for i in skipped))
     return "\n\n".join(parts) + "\n"
 
 

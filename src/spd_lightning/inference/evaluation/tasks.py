@@ -14,6 +14,8 @@ from typing import Any
 from spd_lightning.modules.hub import offline_when_unreachable, transport_errors
 
 TASKS = ("mt_bench", "gsm8k", "humaneval")
+OVERALL = "overall"
+"""Not the name of a task: figures over all tasks go by it."""
 GSM8K_SOLUTION = re.compile(r"(?s:.*)####\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)\s*")
 _HUMANEVAL_REQUEST = "Complete the code I provided.\n\n"
 # Repository, configuration, split.
@@ -73,14 +75,16 @@ def load_questions(
         raise ValueError(f"there is nothing to ask: name tasks ({', '.join(TASKS)}) or a file of questions")
     if num_prompts < 1:
         raise ValueError(f"num_prompts is {num_prompts}, but must be at least 1")
-    if questions is not None and questions.stem in TASKS:
-        raise ValueError(f"{questions} has the name of the task {questions.stem!r}: rename it, or use a task folder")
+    if questions is not None and questions.stem in (*TASKS, OVERALL):
+        raise ValueError(f"{questions} has a name that means something else, {questions.stem!r}: rename the file")
     found: list[Question] = []
     for task in tasks:
         rows = _hub_rows(task, num_prompts) if task_dir is None else _local_rows(task, task_dir, num_prompts)
         found += _questions(task, rows)
     if questions is not None:
         found += _questions(questions.stem, islice(_file_rows(questions), num_prompts))
+    if not found:
+        raise ValueError(f"there is nothing to ask: {questions or task_dir} holds no questions")
     return found
 
 
@@ -89,7 +93,7 @@ def _questions(task: str, rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterato
     places: dict[str, str] = {}
     for place, row in rows:
         identity = row.get("question_id")
-        if isinstance(identity, bool) or not isinstance(identity, int | str) or identity == "":
+        if isinstance(identity, bool) or not isinstance(identity, int | str) or not _is_text(str(identity)):
             raise ValueError(f"{place}: 'question_id' is {identity!r}, but must be a number or a text")
         if (name := str(identity)) in places:
             raise ValueError(f"{place}: question_id {name} is there already, at {places[name]}")
@@ -186,7 +190,7 @@ def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 if not text:
                     continue
                 row = json.loads(text)
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets
                 raise ValueError(f"{place} is no JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{place} is {text[:40]!r}, but must be a JSON object")
@@ -195,13 +199,21 @@ def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _text(place: str, row: dict[str, Any], key: str) -> str:
     value = row.get(key)
-    if not isinstance(value, str) or not value.strip():
+    if not isinstance(value, str) or not _is_text(value):
         raise ValueError(f"{place}: {key!r} is {value!r}, but must be a text that is not empty")
     return value
 
 
 def _texts(place: str, row: dict[str, Any], key: str) -> tuple[str, ...]:
     values = row.get(key)
-    if not isinstance(values, list) or not values or not all(isinstance(v, str) and v.strip() for v in values):
+    if not isinstance(values, list) or not values or not all(isinstance(v, str) and _is_text(v) for v in values):
         raise ValueError(f"{place}: {key!r} is {values!r}, but must be a list of texts that are not empty")
     return tuple(values)
+
+
+def _is_text(value: str) -> bool:
+    """Whether there is something in it, and nothing that no file can hold, such as half a surrogate pair."""
+    try:
+        return bool(value.strip() and value.encode("utf-8"))
+    except UnicodeEncodeError:
+        return False
