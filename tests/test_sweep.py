@@ -11,6 +11,7 @@ from spd_lightning.sweep import Sweep, SweepRun, run_name, to_table
 
 REPO = Path(__file__).resolve().parents[1]
 DEBUG = str(REPO / "configs" / "debug.yaml")
+TWO_RANKS = {"model.anchors": [0, 4], "model.rows": "shared", "trainer.devices": 2, "trainer.strategy": "ddp"}
 
 
 def write(path: Path, **content) -> Path:
@@ -93,7 +94,7 @@ def test_runs_are_trained_evaluated_and_kept(tmp_path: Path, capfd) -> None:
         "config": DEBUG,
         "out": str(tmp_path / "out"),
         "grid": {"model.num_spec_layers": [1]},
-        "runs": {"broken": {"model.num_stages": 99}, "shared": {"model.anchors": [0, 4], "model.rows": "shared"}},
+        "runs": {"broken": {"model.num_stages": 99}, "shared": TWO_RANKS},
         "eval": {
             "questions": str(questions), "max_new_tokens": 8, "max_length": 128, "temperature": [0, 1], "seed": 1,
             "check_lossless": True,
@@ -107,13 +108,14 @@ def test_runs_are_trained_evaluated_and_kept(tmp_path: Path, capfd) -> None:
     assert "99" in printed.err and "broken failed; the other runs go on" in printed.err
     lines = (tmp_path / "out" / "sweep.md").read_text().splitlines()
     assert lines[0].startswith(
-        "| run | model.num_spec_layers | model.num_stages | model.anchors | model.rows | method |"
+        "| run | model.num_spec_layers | model.num_stages | model.anchors | model.rows | trainer.devices "
+        "| trainer.strategy | method | T |"
     )
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
-    assert [(row[0], row[6]) for row in rows] == [
+    assert [(row[0], row[8]) for row in rows] == [
         ("num_spec_layers_1", "0"), ("num_spec_layers_1", "1"), ("shared", "0"), ("shared", "1")
     ]  # fmt: skip
-    assert rows[0][1:6] == ["1", "-", "-", "-", "spd"] and rows[2][3:5] == ["[0, 4]", '"shared"']
+    assert rows[0][1:8] == ["1", *"-----", "spd"] and rows[2][3:7] == ["[0, 4]", "shared", "2", "ddp"]
     assert [row[-1] for row in rows] == ["100.0%", "-", "100.0%", "-"]
 
     weights = [tmp_path / "out" / name / "drafter" / "drafter.safetensors" for name in ("num_spec_layers_1", "shared")]

@@ -145,3 +145,7 @@ def main(args: list[str] | None = None) -> None:
             if error.name is not None:  # else Lightning says which package an option needs
                 raise
             raise ValueError(str(error)) from error
+
+
+if __name__ == "__main__":  # what a sweep runs
+    main()

@@ -22,8 +22,8 @@ from spd_lightning.inference.evaluation.tables import NONE, number
 
 KEYS = {"config", "out", "grid", "runs", "eval"}
 RUN_FILE, EVAL_FOLDER = "sweep_run.json", "eval"
-TRAIN = "from spd_lightning.cli import main; main()"
-INFER = "from spd_lightning.inference.cli import main; main()"
+TRAIN = ("-m", "spd_lightning.cli")  # by the module's name Lightning can start further ranks
+INFER = ("-m", "spd_lightning.inference.cli")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SweepRun:
         args = ["fit", "--config", self.config, "--trainer.default_root_dir", str(folder)]
         args += self._logger(folder)
         for key, value in self.settings.items():
-            args += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+            args += [f"--{key}", as_text(value)]
         last = folder / "checkpoints" / "last.ckpt"
         return [*args, "--ckpt_path", str(last)] if last.exists() else args
 
@@ -120,6 +120,11 @@ class Sweep:
         return cls(Path(str(content["out"])), tuple(runs.values()), evaluation)
 
 
+def as_text(value: Any) -> str:
+    """A setting as on the command line."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def run_name(settings: Mapping[str, Any]) -> str:
     """Such as `num_stages_4,num_spec_layers_2`: usable as a folder's name."""
     parts = [f"{key.rpartition('.')[2]}_{json.dumps(value)}" for key, value in settings.items()]
@@ -147,7 +152,7 @@ def train(sweep: Sweep, run: SweepRun) -> Path | None:
         args = run.command(sweep.out)
         print(f"== {run.name}: spd-train {' '.join(args)}", flush=True)
         group = {"WANDB_RUN_GROUP": os.environ.get("WANDB_RUN_GROUP", sweep.out.name)}
-        if subprocess.run([sys.executable, "-c", TRAIN, *args], env=os.environ | group).returncode:
+        if subprocess.run([sys.executable, *TRAIN, *args], env=os.environ | group).returncode:
             print(f"{run.name} failed; the other runs go on", file=sys.stderr, flush=True)
             return None
     return drafter
@@ -160,7 +165,7 @@ def evaluate(sweep: Sweep, drafters: Sequence[Path]) -> bool:
         values = value if isinstance(value, list) else [value]
         args += [f"--{key}", *(str(item).lower() if isinstance(item, bool) else str(item) for item in values)]
     print(f"== spd-infer {' '.join(args)}", flush=True)
-    return subprocess.run([sys.executable, "-c", INFER, *args]).returncode == 0
+    return subprocess.run([sys.executable, *INFER, *args]).returncode == 0
 
 
 def to_table(sweep: Sweep, groups: Sequence[Mapping[str, Any]]) -> str:
@@ -188,7 +193,7 @@ def to_table(sweep: Sweep, groups: Sequence[Mapping[str, Any]]) -> str:
             rows.append(
                 [
                     run.name,
-                    *(json.dumps(run.settings[key]) if key in run.settings else NONE for key in keys),
+                    *(as_text(run.settings[key]) if key in run.settings else NONE for key in keys),
                     all_tasks["method"],
                     f"{temperature:g}",
                     number(all_tasks["p"], 3),

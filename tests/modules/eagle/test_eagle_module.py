@@ -181,7 +181,7 @@ def test_two_sharding_ranks_train_the_weights_of_one(workspace: Path, tmp_path: 
         "init_args": {"data_parallel_size": 2, "tensor_parallel_size": 1},
     }
     together = write_config(workspace, tmp_path / "together")
-    command = [sys.executable, "-c", "from spd_lightning.cli import main; main()", "fit", "--config", str(together)]
+    command = [sys.executable, "-m", "spd_lightning.cli", "fit", "--config", str(together)]
     more = ["--trainer.devices", "2", "--trainer.strategy", json.dumps(sharding)]
     done = subprocess.run([*command, *common, *more], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
