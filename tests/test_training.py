@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import wandb
 import yaml
 from safetensors.torch import load_file
 
@@ -290,15 +289,14 @@ def test_a_step_of_unequal_batches_has_the_gradient_of_their_joined_batch(
         torch.testing.assert_close(parts[index]["exp_avg"], state["exp_avg"], rtol=1e-10, atol=1e-14)
 
 
-def test_a_wandb_run_has_metrics_config_and_samples(workspace: Path, tmp_path: Path, monkeypatch, caplog) -> None:
-    """A real offline run, read back from the file that `wandb sync` would upload."""
+def test_a_wandb_run_has_metrics_config_and_samples(workspace: Path, tmp_path: Path, monkeypatch) -> None:
+    """A real offline run in a process of its own, read back from the file that `wandb sync` would upload."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    caplog.set_level("INFO", logger="lightning.pytorch.utilities.rank_zero")
     init = {"save_dir": str(tmp_path), "project": "spd-test", "name": "tiny"}
     logger = {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": init}
-    main(["fit", "--config", str(write_config(workspace, tmp_path, trainer__logger=logger))])
-    wandb.finish()  # as the end of the process does
-    assert f"wandb sync {tmp_path}/wandb/offline-run-" in caplog.text
+    done = spd_train("fit", "--config", str(write_config(workspace, tmp_path, trainer__logger=logger)))
+    assert done.returncode == 0, done.stderr
+    assert f"wandb sync {tmp_path}/wandb/offline-run-" in done.stderr + done.stdout
     [log] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     records = list(read_wandb_log(log))
     run = next(record.run for record in records if record.WhichOneof("record_type") == "run")

@@ -16,16 +16,17 @@ def clock(num_stages: int, drafts_first: bool, anchors: tuple[int, ...]) -> Virt
 @pytest.mark.parametrize(
     ("times", "pre_step", "post_step"),
     [
-        # Stage 2 ends at 4 and judges for 1; stage 1's state is there at 2 + 1.5, the drafter ends at 3, or 4 + 3.
-        (CycleTimes(2, spans={PDM: 3.0, "stage 1": 2.0, "stage 2": 4.0, VERIFY: 1.0}), 5.25, 7.25),
+        # Stage 2 ends at 4 and judges for 1; stage 1's state is there at 2 + 1.5, stage 2's anchor message, 25 bytes, at
+        # 4 + 0.75. The drafter ends at 3, or 4.75 + 3.
+        (CycleTimes(2, spans={PDM: 3.0, "stage 1": 2.0, "stage 2": 4.0, VERIFY: 1.0}), 5.25, 8.0),
         # A slow drafter.
-        (CycleTimes(2, spans={PDM: 9.0, "stage 1": 2.0, "stage 2": 4.0, VERIFY: 1.0}), 9.25, 13.25),
+        (CycleTimes(2, spans={PDM: 9.0, "stage 1": 2.0, "stage 2": 4.0, VERIFY: 1.0}), 9.25, 14.0),
         # Filling: only stage 1 runs. Its anchor message, 200 bytes, takes 2.5, the state for stage 2 takes 1.5.
         (CycleTimes(1, spans={PDM: 3.0, "stage 1": 2.0}), 4.75, 7.75),
     ],
 )
 def test_ranks_run_side_by_side(times: CycleTimes, pre_step: float, post_step: float) -> None:
-    anchors = (200, 0) if times.fill == 1 else (100, 10)
+    anchors = (200, 0) if times.fill == 1 else (100, 25)
     assert clock(2, True, anchors).cycle_seconds(times) == pre_step
     assert clock(2, False, anchors).cycle_seconds(times) == post_step
 
