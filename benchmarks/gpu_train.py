@@ -12,7 +12,6 @@ The losses of the two attention backends at the first step stand beside each oth
 
 import argparse
 import json
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
+from spd_lightning.files import write_whole
 from spd_lightning.modules.drafter import PipelineDraftModule
 from spd_lightning.modules.drafter_config import DrafterConfig
 from spd_lightning.modules.features import FeatureLayout, RowMode
@@ -180,9 +180,7 @@ def main() -> None:
         result = run(case, target, given.batch, seq, steps, given.smoke)
         content["cases"].append(result)
         progress(json.dumps(result))
-        scratch = given.out.with_suffix(".part")
-        scratch.write_text(json.dumps(content | {"seconds": time.perf_counter() - began}, indent=1) + "\n")
-        os.replace(scratch, given.out)
+        write_whole(given.out, json.dumps(content | {"seconds": time.perf_counter() - began}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ tokens/s at the acceptance that was measured, and a token of plain decoding.
 
 import argparse
 import json
-import os
 import time
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +14,7 @@ from typing import Any
 
 from profile_cycle import drafter_facts, machine, read_questions
 
+from spd_lightning.files import write_whole
 from spd_lightning.inference.decoder import PipelineDecoder
 from spd_lightning.inference.planning.costs import TargetCosts
 from spd_lightning.inference.planning.measurement import MeasuredTimes
@@ -117,9 +117,7 @@ def main() -> None:
         )
     facts = {name: getattr(given, name) for name in ("num_prompts", "max_new_tokens", "dtype")}
     content = {"machine": machine(), "drafter": drafter_facts(Path(given.drafter)), **facts, "rounds": rounds}
-    scratch = given.out.with_suffix(".part")
-    scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(scratch, given.out)
+    write_whole(given.out, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

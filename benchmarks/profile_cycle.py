@@ -22,6 +22,7 @@ import torch
 from tqdm import tqdm
 
 from spd_lightning.inference.decoder import PipelineDecoder
+from spd_lightning.inference.evaluation.machine import processor_name
 from spd_lightning.inference.sampling import SamplingParams
 
 DTYPES = ("float32", "bfloat16")
@@ -35,9 +36,8 @@ def read_questions(path: Path, count: int) -> list[str]:
 
 def machine() -> dict[str, Any]:
     """What the speeds depend on."""
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
-        "cpu": models[0].split(":")[1].strip(),
+        "cpu": processor_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 
+from spd_lightning.files import write_whole
 from spd_lightning.inference.evaluation.folder import load_folder
 from spd_lightning.inference.evaluation.tables import NONE, number
 
@@ -144,9 +145,7 @@ def train(sweep: Sweep, run: SweepRun) -> Path | None:
         raise ValueError(f"{folder} holds a run of another configuration: remove it, or give the sweep another `out`")
     folder.mkdir(parents=True, exist_ok=True)
     if not note.exists():
-        scratch = note.with_suffix(".part")
-        scratch.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        os.replace(scratch, note)
+        write_whole(note, json.dumps(content, indent=1))
     drafter = folder / "drafter"
     if not (drafter / "config.json").exists():
         args = run.command(sweep.out)
@@ -221,9 +220,7 @@ def sweep(args: Sequence[str]) -> None:
     if drafters and what.evaluation:
         if evaluate(what, drafters):
             table = to_table(what, load_folder(what.out / EVAL_FOLDER).summary["groups"])
-            scratch = what.out / "sweep.md.part"
-            scratch.write_text(table, encoding="utf-8")
-            os.replace(scratch, what.out / "sweep.md")
+            write_whole(what.out / "sweep.md", table)
             print(f"{table}\n{what.out / 'sweep.md'} holds this; S0 assumes free drafting and communication")
         else:
             has_failed = True

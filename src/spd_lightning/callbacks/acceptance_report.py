@@ -1,6 +1,6 @@
 """Held-out acceptance as printed at each validation. Knows Lightning's hooks and the names of logged figures."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +10,10 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from spd_lightning.modules.eagle.chain_acceptance import DRAFT_LENGTHS, RULES
 from spd_lightning.modules.lit_module import DistillationModule
+
+Figure = Callable[[str], float]
+"""A logged figure by its name."""
+HEADINGS = {"fill": "fill", "step": "draft"}
 
 
 class AcceptanceReport(Callback):
@@ -52,37 +56,46 @@ class AcceptanceReport(Callback):
 def acceptance_table(metrics: Mapping[str, Any], num_stages: int, step: int) -> str:
     """Held-out acceptance by fill level as text."""
 
-    def figure(name: str) -> float:
-        return float(metrics[f"val/{name}"])
-
-    lines = [f"held-out acceptance at step {step}", f"{'fill':>6} {'T=0':>7} {'T=1':>7} {'T=1 top-k 50':>13}"]
-    lines += [
-        f"{fill:>6} {figure(f'p_fill_{fill}'):7.3f} {figure(f'p_t1_fill_{fill}'):7.3f} "
-        f"{figure(f'p_t1_top50_fill_{fill}'):13.3f}"
-        for fill in range(1, num_stages + 1)
-    ]
-    for suffix, label in (("", "T=0"), ("_t1", "T=1")):
-        lines.append(
+    def implied(figure: Figure, suffix: str, label: str) -> str:
+        return (
             f"implied at {label}: p {figure('p' + suffix):.3f}, tokens per cycle {figure('alpha' + suffix):.3f}, "
             f"S0 {figure('s0' + suffix):.2f} at n={num_stages}"
         )
-    lines.append(f"KL {figure('loss'):.3f}, draft vocabulary holds {figure('coverage'):.1%} of the target's tokens")
-    return "\n".join(lines)
+
+    return table_of_rates(metrics, step, "fill", num_stages, implied)
 
 
 def chain_table(metrics: Mapping[str, Any], step: int) -> str:
     """Held-out acceptance by step of EAGLE-3's chains as text."""
 
+    def implied(figure: Figure, suffix: str, label: str) -> str:
+        rounds = ", ".join(f"{figure(f's0{suffix}_k{k}'):.2f} with {k} drafts" for k in DRAFT_LENGTHS)
+        return f"implied tokens per round at {label}: {rounds}"
+
+    num_steps = sum(name.startswith("val/p_step_") for name in metrics)
+    return table_of_rates(metrics, step, "step", num_steps, implied)
+
+
+def table_of_rates(
+    metrics: Mapping[str, Any], step: int, kind: str, count: int, implied: Callable[[Figure, str, str], str]
+) -> str:
+    """Acceptance by fill level or by step of a chain, and what it implies, greedily and sampled.
+
+    Args:
+        metrics: logged figures.
+        step: of the optimizer.
+        kind: what the rates are by, as the figures' names have it.
+        count: of these; they are numbered from 1.
+        implied: a line, of a figure by its name, the suffix of figures of a law, and the law's name.
+    """
+
     def figure(name: str) -> float:
         return float(metrics[f"val/{name}"])
 
-    num_steps = sum(name.startswith("val/p_step_") for name in metrics)
-    lines = [f"held-out acceptance at step {step}", f"{'draft':>6} {'T=0':>7} {'T=1':>7} {'T=1 top-k 50':>13}"]
-    for number in range(1, num_steps + 1):
-        rates = [figure(f"p{suffix}_step_{number}") for suffix in RULES]
+    lines = [f"held-out acceptance at step {step}", f"{HEADINGS[kind]:>6} {'T=0':>7} {'T=1':>7} {'T=1 top-k 50':>13}"]
+    for number in range(1, count + 1):
+        rates = [figure(f"p{suffix}_{kind}_{number}") for suffix in RULES]
         lines.append(f"{number:>6} {rates[0]:7.3f} {rates[1]:7.3f} {rates[2]:13.3f}")
-    for suffix, label in (("", "T=0"), ("_t1", "T=1")):
-        rounds = ", ".join(f"{figure(f's0{suffix}_k{k}'):.2f} with {k} drafts" for k in DRAFT_LENGTHS)
-        lines.append(f"implied tokens per round at {label}: {rounds}")
+    lines += [implied(figure, suffix, label) for suffix, label in (("", "T=0"), ("_t1", "T=1"))]
     lines.append(f"KL {figure('loss'):.3f}, draft vocabulary holds {figure('coverage'):.1%} of the target's tokens")
     return "\n".join(lines)

@@ -25,6 +25,7 @@ from spd_lightning.data.replication import Replicator
 from spd_lightning.data.sampler import EpochSampler, LengthBucketedSampler, TokenBudgetSampler, resolve_batch_size
 from spd_lightning.data.sources import Source
 from spd_lightning.data.vocabulary import cached_counts, vocabulary_from_counts
+from spd_lightning.files import write_whole
 from spd_lightning.modules.draft_vocab import DraftVocab
 from spd_lightning.modules.features import FeatureLayout
 from spd_lightning.modules.target_files import read_generation_config
@@ -260,9 +261,8 @@ class DialogueDataModule(LightningDataModule):
         if isinstance(folder, str) and self.trainer is not None and self.trainer.is_global_zero:
             path = Path(folder)
             path.mkdir(parents=True, exist_ok=True)
-            temporary = path / ".data_report.json.tmp"
-            temporary.write_text(json.dumps([report.to_json() for report in self.reports], indent=1), encoding="utf-8")
-            temporary.replace(path / "data_report.json")
+            content = json.dumps([report.to_json() for report in self.reports], indent=1)
+            write_whole(path / "data_report.json", content)
 
 
 def _open(folders: Sequence[Path], sources: Sequence[Source]) -> list[PreparedSource]:

@@ -5,7 +5,6 @@ ranks side by side, where the slowest stage less the PDM is the slack that hides
 """
 
 import json
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace
 
+from spd_lightning.files import write_whole
 from spd_lightning.inference.arguments import add_decoding_arguments, opened_decoder, run_on_ranks, sampling_params
 from spd_lightning.inference.generate import add_prompt_arguments, read_prompt
 from spd_lightning.inference.timing import COMMUNICATION, PDM, SYNCHRONISATION, VERIFY, CycleTimes
@@ -156,7 +156,5 @@ def show(given: Namespace, decoder: "PipelineDecoder", profiles: Sequence[FillPr
         ("profile.json", json.dumps(content, indent=1) + "\n"),
         ("profile.html", render_profile(content)),
     ):
-        scratch = given.out / f".{name}.part"
-        scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, given.out / name)
+        write_whole(given.out / name, text)
     print(f"{given.out / 'profile.html'} shows this as a page")

@@ -136,6 +136,6 @@ class Stage:
         self.cache.clear()
 
 
-def cache_keyword(layer: torch.nn.Module) -> str:
-    """The name under which this release of Transformers hands a layer its cache."""
-    return "cache" if "cache" in inspect.signature(layer.forward).parameters else "past_key_values"
+def cache_keyword(module: torch.nn.Module) -> str:
+    """The name under which this release of Transformers hands a layer or a whole model its cache."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"

@@ -80,11 +80,11 @@ class DrafterAttention(nn.Module):
 class DrafterMLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -98,7 +98,7 @@ class DrafterLayer(nn.Module):
         self.input_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.attention = DrafterAttention(config)
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = DrafterMLP(config)
+        self.mlp = DrafterMLP(config.hidden_size, config.intermediate_size)
 
     def forward(
         self,

@@ -10,11 +10,12 @@ from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 import torch
 from lightning import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn
+from torch import Tensor
 
 from spd_lightning.modules.batch import ReplicatedBatch
 from spd_lightning.modules.checkpoint import drafter_record
 from spd_lightning.modules.draft_vocab import DraftVocab
+from spd_lightning.modules.drafter import DraftModule
 from spd_lightning.modules.features import FeatureLayout
 from spd_lightning.modules.learning_rate import use_own_rates, warmup_then_decay
 from spd_lightning.modules.losses import TargetHead
@@ -29,7 +30,7 @@ TARGET_SIZES = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
 
-DrafterModule = TypeVar("DrafterModule", bound=nn.Module)
+DrafterModule = TypeVar("DrafterModule", bound=DraftModule)
 
 
 @runtime_checkable
@@ -98,10 +99,10 @@ class Distillation(LightningModule, Generic[DrafterModule]):
             drafter = self.make_drafter(len(token_ids))
         generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
         head_rows = target.head_rows(token_ids)
-        cast(Any, drafter).initialize(token_ids, target.final_norm_gain.cpu(), head_rows.cpu(), generator)
+        drafter.initialize(token_ids, target.final_norm_gain.cpu(), head_rows.cpu(), generator)
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
             drafter.to(device)
-            shard_drafter(cast(Any, drafter), cast(Any, self.device_mesh)["data_parallel"])
+            shard_drafter(drafter, cast(Any, self.device_mesh)["data_parallel"])
         self.tokenizer_record = tokenizer_record(self.data.tokenizer, self.data.eos_token_ids)
         # The target is not a module, so it reaches neither the checkpoint nor the optimizer.
         self.target, self.drafter = target, drafter
@@ -115,7 +116,7 @@ class Distillation(LightningModule, Generic[DrafterModule]):
         assert self.target is not None and self.drafter is not None
         weight = self.target.head_weight
         num_tokens = min(self.tokenizer_record["num_tokens"], weight.shape[0])
-        return TargetHead(weight, weight[cast(Any, self.drafter).draft_token_ids], num_tokens)
+        return TargetHead(weight, weight[self.drafter.draft_token_ids], num_tokens)
 
     def states_at(self, batch: ReplicatedBatch, anchors: tuple[int, ...]) -> TargetStates:
         """The frozen forward, in the target's own dtype whatever the trainer's precision."""
@@ -179,7 +180,7 @@ class Distillation(LightningModule, Generic[DrafterModule]):
                 f"the checkpoint's drafter has {', '.join(f'{name}={saved.get(name)!r}' for name in different)}, this "
                 f"run's has {', '.join(f'{name}={here[name]!r}' for name in different)}: resume with the same model"
             )
-        if checkpoint["drafter"]["draft_vocab"]["token_ids"] != cast(Any, self.drafter).draft_token_ids.tolist():
+        if checkpoint["drafter"]["draft_vocab"]["token_ids"] != self.drafter.draft_token_ids.tolist():
             raise ValueError(
                 "the checkpoint's draft vocabulary is not this run's: resume with the same training data, or export "
                 "the checkpoint and give its drafter folder as data.draft_vocab"

@@ -46,21 +46,18 @@ class FeatureProjections(nn.Module):
         return projection(joined[..., : projection.in_features])
 
 
-class PipelineDraftModule(nn.Module):
-    """Proposes the next token from the target's own states at whatever depth each token has reached."""
+class DraftModule(nn.Module):
+    """What every drafter ends with, and how it begins; subclasses make these parts, and `layers`.
+
+    Attributes:
+        draft_token_ids: target ids of the draft vocabulary, ascending.
+        norm: of the output.
+        lm_head: makes draft logits of the normed output.
+    """
 
     draft_token_ids: Tensor
-
-    def __init__(self, config: DrafterConfig, attention: StructuralAttention = chunked_attention) -> None:
-        super().__init__()
-        self.config = config
-        self.layout = config.layout
-        self.structural_attention = attention
-        self.features = FeatureProjections(config)
-        self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_spec_layers))
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.register_buffer("draft_token_ids", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+    norm: RMSNorm
+    lm_head: nn.Linear
 
     @torch.no_grad()
     def initialize(
@@ -86,6 +83,21 @@ class PipelineDraftModule(nn.Module):
         self.draft_token_ids.copy_(draft_token_ids)
         self.norm.weight.copy_(norm_gain)
         self.lm_head.weight.copy_(head_rows)
+
+
+class PipelineDraftModule(DraftModule):
+    """Proposes the next token from the target's own states at whatever depth each token has reached."""
+
+    def __init__(self, config: DrafterConfig, attention: StructuralAttention = chunked_attention) -> None:
+        super().__init__()
+        self.config = config
+        self.layout = config.layout
+        self.structural_attention = attention
+        self.features = FeatureProjections(config)
+        self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_spec_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.register_buffer("draft_token_ids", torch.zeros(config.draft_vocab_size, dtype=torch.long))
 
     def replicate(self, states: Sequence[Float[Tensor, "batch seq dim"]]) -> Float[Tensor, "batch rows seq dim"]:
         """One row of features per row type, of all positions (design §4, replication)."""

@@ -48,19 +48,11 @@ class DrafterConfig:
     schedule: Schedule = "pre_step"
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
-            if not (type(size := getattr(self, name)) is int and size >= 1):
-                raise ValueError(f"{name}={size!r}: must be a positive integer")
+        check_layer_sizes(self)
         if self.num_stages != len(self.stage_layers):
             raise ValueError(f"num_stages={self.num_stages}, but stage_layers={list(self.stage_layers)}")
         if self.num_spec_layers < 1:
             raise ValueError(f"num_spec_layers={self.num_spec_layers}: the drafter needs at least one layer")
-        if not 0 < self.rope_theta < float("inf"):
-            raise ValueError(f"rope_theta={self.rope_theta}: must be positive")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs")
         if self.feature_norm not in ("none", "rms"):
             raise ValueError(f"feature_norm={self.feature_norm!r}: must be 'none' or 'rms'")
         if self.draft_vocab_size < 1:
@@ -91,3 +83,21 @@ class DrafterConfig:
     def from_dict(cls, values: dict[str, Any]) -> "DrafterConfig":
         restored: dict[str, Any] = values | {key: tuple(values[key]) for key in ("stage_layers", "anchors")}
         return cls(**restored)
+
+
+def check_layer_sizes(config: Any, *more: str) -> None:
+    """Raises `ValueError` for sizes that no decoder layer with rotary positions and grouped queries has.
+
+    Args:
+        config: of any drafter; all have these sizes by the same names.
+        more: further counts of it, of which there must be one at least.
+    """
+    for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", *more):
+        if not (type(size := getattr(config, name)) is int and size >= 1):
+            raise ValueError(f"{name}={size!r}: must be a positive integer")
+    if not 0 < config.rope_theta < float("inf"):
+        raise ValueError(f"rope_theta={config.rope_theta}: must be positive")
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(f"num_heads={config.num_heads} must be a multiple of num_kv_heads={config.num_kv_heads}")
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim={config.head_dim} must be even: rotary positions turn pairs")

@@ -18,13 +18,10 @@ from spd_lightning.modules.features import AnchorRule, FeatureLayout, RowMode, S
 from spd_lightning.modules.losses import LossName, TargetHead, distillation_loss, full_argmax
 from spd_lightning.modules.metrics import FillAcceptance, acceptance_sums
 from spd_lightning.modules.model_size import resolve_stage_layers
-from spd_lightning.modules.samples import DraftSamples, take_samples
+from spd_lightning.modules.samples import NUM_SAMPLES, DraftSamples, take_samples
 from spd_lightning.modules.structural_attention import BACKENDS
 from spd_lightning.modules.target import TargetDtype, TargetStates, read_target_shape
 from spd_lightning.modules.throughput import StepFlops
-
-NUM_SAMPLES = 16
-"""Draft samples taken from the first validation batch."""
 
 
 class DistillationModule(Distillation[PipelineDraftModule]):

@@ -90,6 +90,56 @@ def keep_top_k(probs: Float[Tensor, "positions vocab"], k: int) -> Float[Tensor,
     return torch.zeros_like(probs).scatter(-1, indices, values / values.sum(dim=-1, keepdim=True))
 
 
+@dataclass(frozen=True)
+class TargetLaws:
+    """What the target says at some positions, as drafts are judged by it.
+
+    Attributes:
+        draft_token_ids: target ids of the draft vocabulary.
+        greedy: argmax over the full vocabulary.
+        on_draft: probabilities at `T = 1` over the full vocabulary, of the draft ids.
+        top_on_draft: the same of the law cut to its `TOP_K` best tokens.
+        logs: log-probabilities of the law renormalised on the draft vocabulary.
+    """
+
+    draft_token_ids: Int[Tensor, " draft_vocab"]
+    greedy: Int[Tensor, " positions"]
+    on_draft: Float[Tensor, "positions draft_vocab"]
+    top_on_draft: Float[Tensor, "positions draft_vocab"]
+    logs: Float[Tensor, "positions draft_vocab"]
+
+    @classmethod
+    def of(
+        cls, target_logits: Float[Tensor, "positions tokens"], draft_token_ids: Int[Tensor, " draft_vocab"]
+    ) -> "TargetLaws":
+        """The laws of these logits over the full vocabulary."""
+        probs = target_logits.softmax(dim=-1)
+        return cls(
+            draft_token_ids,
+            target_logits.argmax(dim=-1),
+            probs[:, draft_token_ids],
+            keep_top_k(probs, TOP_K)[:, draft_token_ids],
+            F.log_softmax(target_logits[:, draft_token_ids], dim=-1),
+        )
+
+    @property
+    def num_covered(self) -> Int[Tensor, ""]:
+        """Positions whose argmax is in the draft vocabulary."""
+        return torch.isin(self.greedy, self.draft_token_ids).sum()
+
+    def chances(
+        self, draft_logits: Float[Tensor, "positions draft_vocab"]
+    ) -> tuple[Float[Tensor, "rules positions"], Float[Tensor, ""]]:
+        """The chance that each draft is accepted, greedily, at `T = 1` and from the `TOP_K` best; the summed KL."""
+        draft_logs = draft_logits.log_softmax(dim=-1)
+        draft_probs = draft_logs.exp()
+        matched = self.draft_token_ids[draft_logits.argmax(dim=-1)] == self.greedy
+        overlap = torch.minimum(self.on_draft, draft_probs).sum(dim=-1)
+        top_k = torch.minimum(self.top_on_draft, keep_top_k(draft_probs, TOP_K)).sum(dim=-1)
+        kl = (self.logs.exp() * (self.logs - draft_logs)).sum()
+        return torch.stack([matched.double(), overlap.double(), top_k.double()]), kl
+
+
 @torch.no_grad()
 def acceptance_sums(
     drafter_states: Sequence[Float[Tensor, "positions dim"]],
@@ -114,22 +164,15 @@ def acceptance_sums(
     size = chunk_size(head.num_tokens)
     for start in range(0, target_states.shape[0], size):
         chunk = slice(start, start + size)
-        target_logits = head.logits(target_states[chunk])
-        greedy = target_logits.argmax(dim=-1)
-        target_probs = target_logits.softmax(dim=-1)
-        target_on_draft = target_probs[:, draft_token_ids]
-        top_on_draft = keep_top_k(target_probs, TOP_K)[:, draft_token_ids]
-        target_logs = F.log_softmax(target_logits[:, draft_token_ids], dim=-1)
-        sums["covered"] += torch.isin(greedy, draft_token_ids).sum()
-        sums["positions"] += greedy.shape[0]
+        laws = TargetLaws.of(head.logits(target_states[chunk]), draft_token_ids)
+        sums["covered"] += laws.num_covered
+        sums["positions"] += laws.greedy.shape[0]
         for index, states in enumerate(drafter_states):
-            draft_logits = wide(F.linear(states[chunk], draft_head))
-            draft_logs = draft_logits.log_softmax(dim=-1)
-            draft_probs = draft_logs.exp()
-            sums["matched"][index] += (draft_token_ids[draft_logits.argmax(dim=-1)] == greedy).sum()
-            sums["overlap"][index] += torch.minimum(target_on_draft, draft_probs).sum()
-            sums["overlap_top_k"][index] += torch.minimum(top_on_draft, keep_top_k(draft_probs, TOP_K)).sum()
-            sums["kl"][index] += (target_logs.exp() * (target_logs - draft_logs)).sum()
+            (matched, overlap, top_k), kl = laws.chances(wide(F.linear(states[chunk], draft_head)))
+            sums["matched"][index] += matched.sum()
+            sums["overlap"][index] += overlap.sum()
+            sums["overlap_top_k"][index] += top_k.sum()
+            sums["kl"][index] += kl
     return AcceptanceSums(**sums)
 
 

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from spd_lightning.modules.losses import TargetHead, full_argmax
 
+NUM_SAMPLES = 16
+"""Draft samples that a validation takes from its first batch."""
+
 
 class DraftSamples(NamedTuple):
     """Some drafts of a batch.

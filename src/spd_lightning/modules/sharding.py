@@ -2,20 +2,19 @@
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from spd_lightning.modules.drafter import PipelineDraftModule
-from spd_lightning.modules.eagle.eagle_drafter import Eagle3Drafter
+from spd_lightning.modules.drafter import DraftModule
 
 
-def shard_drafter(drafter: PipelineDraftModule | Eagle3Drafter, mesh: DeviceMesh) -> None:
+def shard_drafter(drafter: DraftModule, mesh: DeviceMesh) -> None:
     """Shards the drafter in place, layer by layer; the target is not touched and stays whole on every rank."""
-    for layer in drafter.layers:
+    for layer in cast(Any, drafter).layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(drafter, mesh=mesh)
 

@@ -1,7 +1,6 @@
 """`spd-infer eval`: drafters on benchmarks, beside baselines, as tables, a page and W&B. Knows arguments and files."""
 
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser, Namespace
 from tqdm import tqdm
 
+from spd_lightning.files import write_whole
 from spd_lightning.inference.arguments import add_decoding_arguments, opened_decoder, run_on_ranks, sampling_params
 from spd_lightning.inference.evaluation.machine import machine
 from spd_lightning.inference.profile import NOTES, profile_by_fill
@@ -248,9 +248,7 @@ def report(
         (TABLE_FILE, table),
         (REPORT_FILE, render_report(summary, samples)),
     ):
-        scratch = given.out / f".{name}.part"
-        scratch.write_text(content, encoding="utf-8")
-        os.replace(scratch, given.out / name)
+        write_whole(given.out / name, content)
     print(table)
     print(f"{given.out / REPORT_FILE} shows this as a page")
     if given.wandb_project is not None:

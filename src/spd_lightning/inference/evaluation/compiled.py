@@ -4,7 +4,6 @@
 not bit for bit those of the stages. Knows no stages and no drafter.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from transformers import StaticCache
 from spd_lightning.inference.answer import Run
 from spd_lightning.inference.autoregressive import decode_plainly
 from spd_lightning.inference.sampling import SamplingParams
+from spd_lightning.inference.stage import cache_keyword
 from spd_lightning.inference.verify import Verifier, make_verifier
 from spd_lightning.modules.target import FrozenTarget
 
@@ -41,8 +41,7 @@ class CompiledTarget:
         self.model: Any = target.model
         self.device = target.head_weight.device
         self.cache = StaticCache(config=self.model.config, max_cache_len=max_length)
-        names = inspect.signature(type(self.model).forward).parameters
-        self.cache_keyword = "cache" if "cache" in names else "past_key_values"
+        self.cache_keyword = cache_keyword(self.model)
         mode = "reduce-overhead" if self.device.type == "cuda" else "default"
         self.compiled = torch.compile(self.model.forward, mode=mode)
         try:

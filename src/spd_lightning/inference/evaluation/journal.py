@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from spd_lightning.files import write_whole
 from spd_lightning.inference.evaluation.sample import Sample, SampleKey
 
 SETTINGS_FILE, SAMPLES_FILE, LOCK_FILE = "settings.json", "per_sample.jsonl", ".lock"
@@ -57,7 +58,7 @@ class SampleJournal:
         changed = {sample.key: sample for sample in samples if self.samples[sample.key] != sample}
         if changed:
             self.samples |= changed
-            _replace(self.path, "".join(map(_line, self.samples.values())))
+            write_whole(self.path, "".join(map(_line, self.samples.values())))
 
     def select(self, wanted: Callable[[Sample], bool]) -> list[Sample]:
         """Some of the samples, in the order in which they were made."""
@@ -99,7 +100,7 @@ class SampleJournal:
         if not self.settings_path.exists():
             if self.path.exists():
                 raise ValueError(f"{self.path} is there, but no {SETTINGS_FILE} beside it: use another --out")
-            _replace(self.settings_path, json.dumps(settings, indent=1) + "\n")
+            write_whole(self.settings_path, json.dumps(settings, indent=1) + "\n")
             return settings
         try:
             before = json.loads(self.settings_path.read_text(encoding="utf-8"))
@@ -114,7 +115,7 @@ class SampleJournal:
         return before
 
     def _write_settings(self) -> None:
-        _replace(self.settings_path, json.dumps(self.settings, indent=1) + "\n")
+        write_whole(self.settings_path, json.dumps(self.settings, indent=1) + "\n")
 
     def _read(self) -> None:
         kept = 0
@@ -142,9 +143,3 @@ def file_fingerprint(path: Path) -> str:
 
 def _line(sample: Sample) -> str:
     return json.dumps(sample.to_json(), ensure_ascii=False) + "\n"
-
-
-def _replace(path: Path, content: str) -> None:
-    scratch = path.with_name(path.name + ".part")
-    scratch.write_text(content, encoding="utf-8")
-    os.replace(scratch, path)

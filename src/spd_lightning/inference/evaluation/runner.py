@@ -13,7 +13,7 @@ from spd_lightning.inference.evaluation.margin import top2_margin
 from spd_lightning.inference.evaluation.sample import Clock, FirstDifference, Sample, SampleKey, token_class
 from spd_lightning.inference.evaluation.tasks import Question
 from spd_lightning.inference.sampling import SamplingParams
-from spd_lightning.modules.eagle.eagle_config import Eagle3Config
+from spd_lightning.modules.drafter_config import DrafterConfig
 
 BASELINES = ("ar", "compiled", "generate")
 PIPELINES = ("spd", "spd_post", "ppsd")
@@ -112,8 +112,7 @@ class Evaluation:
 
     def count(self, questions: Sequence[Question]) -> int:
         """How many answers `run` gives, those that are there already included."""
-        turns = sum(len(question.turns) if self.all_turns else 1 for question in questions)
-        return turns * len(self.temperatures) * len(self.methods)
+        return sum(1 for method in self.methods for _ in self._keys(questions, method))
 
     def _answers(self, question: Question, temperature: float) -> Iterator[Sample]:
         params = replace(self.params, temperature=temperature)
@@ -152,8 +151,8 @@ class Evaluation:
         run = method.start(list(history), params)
         result = run.result()
         stats, config = result.stats, self.decoder.drafter.module.config
-        in_rounds = isinstance(config, Eagle3Config)
-        has_drafter, has_stages = method.drafter is not None, method.drafter is not None and not in_rounds
+        has_drafter = method.drafter is not None
+        pipeline = config if has_drafter and isinstance(config, DrafterConfig) else None
         runtime = self.decoder.runtime
         judgements = () if stats is None else tuple((j.position, j.fill, j.accepted) for j in stats.judgements)
         token_ids, start = tuple(run.token_ids), len(run.prompt)
@@ -168,10 +167,10 @@ class Evaluation:
             drafter=method.drafter,
             temperature=params.temperature,
             seed=None if params.is_greedy else params.seed,
-            num_stages=self.decoder.num_stages if has_stages else None,
+            num_stages=None if pipeline is None else pipeline.num_stages,
             num_layers=config.num_layers,
             num_spec_layers=config.num_spec_layers if has_drafter else None,
-            schedule=config.schedule if has_drafter and not in_rounds else None,
+            schedule=None if pipeline is None else pipeline.schedule,
             prompt_tokens=start,
             token_ids=token_ids,
             text=result.text,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from spd_lightning.modules.losses import TargetHead, chunk_size, wide
-from spd_lightning.modules.metrics import TOP_K, keep_top_k
+from spd_lightning.modules.metrics import TOP_K, TargetLaws
 
 DRAFT_LENGTHS = (3, 7, 15)
 """`k` of the published comparison."""
@@ -71,16 +71,11 @@ def draft_chances(
     kl = torch.zeros((), dtype=torch.float64, device=target_states.device)
     covered, chances = kl.clone(), []
     for drafter_chunk, target_chunk in zip(drafter_states.split(size), target_states.split(size), strict=True):
-        target_logits, draft_logits = head.logits(target_chunk), wide(F.linear(drafter_chunk, draft_head))
-        target_probs, draft_logs = target_logits.softmax(dim=-1), draft_logits.log_softmax(dim=-1)
-        greedy, draft_probs = target_logits.argmax(dim=-1), draft_logs.exp()
-        matched = draft_token_ids[draft_logits.argmax(dim=-1)] == greedy
-        overlap = torch.minimum(target_probs[:, draft_token_ids], draft_probs).sum(dim=-1)
-        best = torch.minimum(keep_top_k(target_probs, TOP_K)[:, draft_token_ids], keep_top_k(draft_probs, TOP_K))
-        chances.append(torch.stack([matched.double(), overlap.double(), best.sum(dim=-1).double()]))
-        target_logs = F.log_softmax(target_logits[:, draft_token_ids], dim=-1)
-        kl += (target_logs.exp() * (target_logs - draft_logs)).sum()
-        covered += torch.isin(greedy, draft_token_ids).sum()
+        laws = TargetLaws.of(head.logits(target_chunk), draft_token_ids)
+        of_chunk, kl_of_chunk = laws.chances(wide(F.linear(drafter_chunk, draft_head)))
+        chances.append(of_chunk)
+        kl += kl_of_chunk
+        covered += laws.num_covered
     return torch.cat(chances, dim=1).clamp(max=1.0), kl, covered
 
 

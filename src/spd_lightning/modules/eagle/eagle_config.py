@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from spd_lightning.modules.drafter_config import check_layer_sizes
 from spd_lightning.modules.features import FeatureLayout
 
 MIN_TARGET_LAYERS = 7
@@ -36,21 +37,12 @@ class Eagle3Config:
     draft_vocab_size: int
 
     def __post_init__(self) -> None:
-        sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
-        for name in (*sizes, "draft_vocab_size"):
-            if not (type(size := getattr(self, name)) is int and size >= 1):
-                raise ValueError(f"{name}={size!r}: must be a positive integer")
+        check_layer_sizes(self, "num_layers", "draft_vocab_size")
         if self.num_layers < MIN_TARGET_LAYERS:
             raise ValueError(
                 f"num_layers={self.num_layers}: EAGLE-3 reads the states of layers 2, L//2 and L-3, so the target needs "
                 f"at least {MIN_TARGET_LAYERS} layers"
             )
-        if not 0 < self.rope_theta < float("inf"):
-            raise ValueError(f"rope_theta={self.rope_theta}: must be positive")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary positions turn pairs")
 
     @property
     def method(self) -> str:

@@ -6,12 +6,11 @@ Its parts have the names of published checkpoints (design §10). Knows no target
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from spd_lightning.modules.decoder_layer import Attend, RMSNorm, rotary_tables, rotate
-from spd_lightning.modules.drafter import INIT_STD
+from spd_lightning.modules.decoder_layer import Attend, DrafterMLP, RMSNorm, rotary_tables, rotate
+from spd_lightning.modules.drafter import DraftModule
 from spd_lightning.modules.eagle.eagle_config import Eagle3Config
 from spd_lightning.modules.eagle.unrolled_attention import unrolled_attention
 
@@ -37,19 +36,6 @@ class EagleAttention(nn.Module):
         return self.o_proj(attend(query, key, value).transpose(1, 2).flatten(-2))
 
 
-class EagleMLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class EagleLayer(nn.Module):
     """The decoder layer: it reads the token behind a state beside the state, which is the residual stream."""
 
@@ -59,7 +45,7 @@ class EagleLayer(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = EagleAttention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = EagleMLP(config)
+        self.mlp = DrafterMLP(config.hidden_size, config.intermediate_size)
 
     def forward(
         self,
@@ -73,10 +59,8 @@ class EagleLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle3Drafter(nn.Module):
+class Eagle3Drafter(DraftModule):
     """Proposes token after token from the target's states, going on from its own output where those end."""
-
-    draft_token_ids: Tensor
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -91,24 +75,6 @@ class Eagle3Drafter(nn.Module):
     def layers(self) -> list[EagleLayer]:
         """The decoder layers, of which there is one."""
         return [self.midlayer]
-
-    @torch.no_grad()
-    def initialize(
-        self,
-        draft_token_ids: Int[Tensor, " draft_vocab"],
-        norm_gain: Float[Tensor, " dim"],
-        head_rows: Float[Tensor, "draft_vocab dim"],
-        generator: torch.Generator | None = None,
-    ) -> None:
-        """As `PipelineDraftModule.initialize`: random maps, gains one, the output norm and head rows from the target."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                module.weight.normal_(0.0, INIT_STD, generator=generator)
-            elif isinstance(module, nn.RMSNorm):
-                module.weight.fill_(1.0)
-        self.draft_token_ids.copy_(draft_token_ids)
-        self.norm.weight.copy_(norm_gain)
-        self.lm_head.weight.copy_(head_rows)
 
     def fuse(self, states: Sequence[Float[Tensor, "batch seq dim"]]) -> Float[Tensor, "batch seq dim"]:
         """One state of each position's low, middle and high ones."""

@@ -14,11 +14,9 @@ from spd_lightning.modules.eagle.eagle_drafter import Eagle3Drafter
 from spd_lightning.modules.eagle.eagle_flops import EagleFlops
 from spd_lightning.modules.losses import LossName, TargetHead, distillation_loss, full_argmax
 from spd_lightning.modules.model_size import read_target_size
-from spd_lightning.modules.samples import DraftSamples, take_samples
+from spd_lightning.modules.samples import NUM_SAMPLES, DraftSamples, take_samples
 from spd_lightning.modules.target import TargetDtype, read_target_shape
 
-NUM_SAMPLES = 16
-"""Draft samples taken from the first validation batch."""
 STEP_DECAY = 0.8
 """What each step's loss weighs of the one before it, unless weights are given."""
 
