@@ -58,8 +58,12 @@ def _one_torch_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_wandb_run_left() -> Iterator[None]:
-    """A process has one W&B run at a time, which the next test's logger would go on with."""
+def _no_wandb_run_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process has one W&B run at a time, which the next test's logger would go on with.
+
+    Its variable leads child processes to this process's W&B service, which may write their runs after they have ended.
+    """
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)
     yield
     if (wandb := sys.modules.get("wandb")) is not None and wandb.run is not None:
         wandb.finish()
