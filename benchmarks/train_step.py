@@ -226,6 +226,9 @@ def measure(given: Measurement) -> dict[str, float]:
     """The fastest run, by the clock and in processor time, and the memory in MiB that the runs needed in addition."""
     import torch
 
+    from spd_lightning.host_memory import keep_freed_memory
+
+    keep_freed_memory()  # as spd-train does
     if given.part != "target":
         RUNS[given.part](replace(given, shapes="tiny", seq=16))()  # what is loaded at a first use counts for nobody
     run = RUNS[given.part](given)

@@ -28,9 +28,10 @@ def train_step():
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_naive_twin_has_the_same_loss_and_gradients(name: str, train_step) -> None:
-    """One sequence per fill level, each of another length, with noise in the padding."""
+    """All fill levels, one of them twice, in no order; each sequence of another length, with noise in the padding."""
     layout, seq = LAYOUTS[name], 40
-    batch = layout.num_stages
+    batch = layout.num_stages + 1
+    fills = torch.tensor([1, 3, 0, 2, 1])[:batch] % layout.num_stages
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(150, 32, generator=generator, dtype=torch.float64)
     lengths = seq - 3 * torch.arange(batch)
@@ -38,7 +39,7 @@ def test_the_naive_twin_has_the_same_loss_and_gradients(name: str, train_step) -
         states=random_states(layout, batch, seq),
         last=torch.randn(batch, seq, 32, generator=generator, dtype=torch.float64),
         position_ids=torch.arange(seq).expand(batch, seq),
-        visible_row=torch.tensor(layout.visibility_table()),
+        visible_row=torch.tensor(layout.visibility_table())[fills],
         supervised=(torch.arange(seq) > 5) & (torch.arange(seq) < lengths[:, None]),
     )
     results = []

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spd_lightning.cli import METHODS, TrainingCLI, chosen_method, main
+from spd_lightning.cli import METHODS, TrainingCLI, main
 from spd_lightning.data.cli import main as data_main
 from spd_lightning.data.datamodule import DialogueDataModule
+from spd_lightning.data.training_config import chosen_method
 from spd_lightning.modules.checkpoint import load_drafter
 from spd_lightning.modules.eagle.eagle_module import Eagle3Module
 from spd_lightning.modules.tiny_target import save_tiny_target
@@ -39,7 +40,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 def parse(path: Path, *args: str) -> TrainingCLI:
     return TrainingCLI(
-        METHODS[chosen_method(["--config", str(path)])],
+        METHODS[chosen_method(["--config", str(path)], METHODS)],
         DialogueDataModule,
         args=["--config", str(path), *args],
         run=False,

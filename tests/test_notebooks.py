@@ -1,4 +1,4 @@
-"""The notebook runs as it is and is committed without outputs; offline W&B runs become the table that it reads."""
+"""The notebooks run as they are, are committed without outputs; offline W&B runs become the table that one reads."""
 
 import csv
 import os
@@ -16,6 +16,7 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = ROOT / "notebooks" / "figures.ipynb"
+WALK = ROOT / "notebooks" / "01_train_and_decode.ipynb"
 MAX_DATA_BYTES = 300_000
 
 
@@ -35,13 +36,34 @@ def test_the_notebook_draws_three_figures(tmp_path: Path) -> None:
     shutil.copytree(NOTEBOOK.parent, folder)
     notebook = nbformat.read(folder / NOTEBOOK.name, as_version=4)
     execute(notebook, folder, tmp_path / "kernels")
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+    outputs = outputs_of(notebook)
+    assert count_pictures(outputs) == 3
     assert [output.text for output in outputs if output.output_type == "stream"] == []
 
 
-def test_the_notebook_is_committed_without_outputs() -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+def test_the_walk_trains_a_drafter_and_decodes_with_it(tmp_path: Path) -> None:
+    for name in ("notebooks", "configs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    notebook = nbformat.read(WALK, as_version=4)
+    execute(notebook, tmp_path / "notebooks", tmp_path / "kernels")
+    outputs = outputs_of(notebook)
+    assert count_pictures(outputs) == 2
+    printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert "47 tokens in" in printed and "the tokens of plain decoding: yes" in printed
+    assert (tmp_path / "runs" / "first" / "drafter" / "config.json").is_file()
+
+
+def outputs_of(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+def count_pictures(outputs: list[nbformat.NotebookNode]) -> int:
+    return sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+@pytest.mark.parametrize("path", [NOTEBOOK, WALK], ids=lambda path: path.name)
+def test_a_notebook_is_committed_without_outputs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [(cell.outputs, cell.execution_count) for cell in cells] == [([], None)] * len(cells)

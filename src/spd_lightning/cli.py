@@ -10,11 +10,14 @@ import yaml
 from jsonargparse import ArgumentParser
 from lightning import LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from spd_lightning.data.datamodule import DialogueDataModule
+from spd_lightning.data.training_config import chosen_method
 from spd_lightning.errors import one_line_errors
+from spd_lightning.host_memory import keep_freed_memory
 from spd_lightning.modules.checkpoint import check_resumable, export_checkpoint, read_checkpoint
 from spd_lightning.modules.distillation import Distillation
 from spd_lightning.modules.eagle.eagle_module import Eagle3Module
@@ -62,6 +65,11 @@ class TrainingCLI(LightningCLI):
         parser.link_arguments("model.target", "data.target")
         parser.link_arguments("model.layout", "data.layout", apply_on="instantiate")
 
+    def before_fit(self) -> None:
+        """On the CPU a step's large tensors take their memory from the step before."""
+        if isinstance(self.trainer.accelerator, CPUAccelerator):
+            keep_freed_memory()
+
     def _parse_ckpt_path(self) -> None:
         """Looks at the checkpoint before anything is loaded, and leaves the configuration alone.
 
@@ -84,36 +92,11 @@ def export(args: Sequence[str]) -> None:
     print(f"drafter: {given.out}")
 
 
-def chosen_method(args: Sequence[str]) -> str:
-    """The method that the command line or its configuration files name last, `spd` if none does.
-
-    It decides which options `model` has, so it is looked up before the command line is parsed.
-
-    Raises:
-        ValueError: if it is unknown.
-    """
-    method: Any = "spd"
-    for index, argument in enumerate(args):
-        name, is_joined, value = argument.partition("=")
-        value = value if is_joined else "".join(args[index + 1 : index + 2])
-        if name == "--method":
-            method = value
-        elif name in ("--config", "-c") and Path(value).is_file():
-            try:
-                content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
-            except (yaml.YAMLError, UnicodeDecodeError):
-                continue  # the parser says what is wrong with it
-            method = content.get("method", method) if isinstance(content, dict) else method
-    if method not in METHODS:
-        raise ValueError(f"method={method!r}: known are {', '.join(METHODS)}")
-    return method
-
-
 def train(args: list[str] | None) -> None:
     """The LightningCLI, whose parsers raise instead of printing all their options."""
     strict: dict[str, Any] = {"allow_abbrev": False, "exit_on_error": False}
     TrainingCLI(
-        METHODS[chosen_method(sys.argv[1:] if args is None else args)],
+        METHODS[chosen_method(sys.argv[1:] if args is None else args, METHODS)],
         DialogueDataModule,
         args=args,
         parser_kwargs={"description": DESCRIPTION} | strict | {name: dict(strict) for name in COMMANDS},

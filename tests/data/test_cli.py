@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -110,6 +111,18 @@ def test_estimate_counts_the_batches_of_a_token_budget(config, capsys):
     assert "steps: 9 batches of 128 tokens on each of 2 ranks, 5 optimizer steps per epoch" in out
     assert "(global batch 512 tokens), 10 in all" in out
     assert "one batch of 128 tokens and 5 row types" in out
+
+
+def test_estimate_of_an_eagle3_drafter_counts_its_own_parameters(config, tmp_path, capsys):
+    content = yaml.safe_load(Path(config).read_text())
+    content |= {"method": "eagle3", "model": {"target": content["model"]["target"], "num_steps": 3, "lr": 1e-3}}
+    (tmp_path / "eagle.yaml").write_text(yaml.safe_dump(content))
+    cli.main(["estimate", "--config", str(tmp_path / "eagle.yaml")])
+    out = capsys.readouterr().out
+    # Width 32, four heads of 16 and two of keys, MLP 48, 30 draft tokens.
+    fused, attention, mlp = 3 * 32 * 32, 64 * (64 + 2 * 32) + 64 * 32, 3 * 32 * 48
+    assert f"drafter: {fused + attention + mlp + 4 * 32 + 30 * 32:,} parameters" in out
+    assert "and 3 steps of each chain" in out
 
 
 def test_estimate_of_eight_rows_unless_told_otherwise(config, capsys):

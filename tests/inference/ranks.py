@@ -23,6 +23,12 @@ from spd_lightning.inference.runtime.stage_rank import StageRank
 from spd_lightning.inference.runtime.wire import CycleRecord
 from spd_lightning.inference.stats import DecodeStats
 from spd_lightning.inference.stopping import StopCondition
+from spd_lightning.inference.tree.draft_rank import TreeDraftRank
+from spd_lightning.inference.tree.drafting import TreeDraftSession
+from spd_lightning.inference.tree.schedule import TreeShape
+from spd_lightning.inference.tree.stage import TreeStage
+from spd_lightning.inference.tree.stage_rank import TreeStageRank
+from spd_lightning.inference.tree.verify import make_tree_verifier
 from spd_lightning.inference.verify import make_verifier
 from spd_lightning.modules.tiny_target import NUM_TOKENS
 from tests.inference.conftest import CAPACITY, GREEDY, TOKENIZER, cut
@@ -134,14 +140,18 @@ def make_runtime(
     timeout: float = 30.0,
     wrap: Callable[[Transport], Transport] = lambda transport: transport,
     drafter: Any = None,
+    shape: TreeShape | None = None,
 ) -> DistributedRuntime:
-    """This rank of a decoder of a tiny target; `proposer` drafts in the place of the drafter."""
-    num_stages = layout.num_stages
-    store, transport = join(RankEnvironment(rank, num_stages + 1, rank, url), num_stages, CPU, timeout)
+    """This rank of a decoder of a tiny target; `proposer` drafts in the place of the drafter, `shape` is of trees."""
+    num_stages, width = layout.num_stages, 0 if shape is None else shape.refill_width
+    store, transport = join(RankEnvironment(rank, num_stages + 1, rank, url), num_stages, CPU, timeout, width)
     transport = wrap(transport)
     drafter = drafter or make_drafter(layout, target.head_weight.dtype)
+    tree_role, capacity = None, CAPACITY + num_stages * width
     if rank == num_stages:
-        role = DraftRank(transport, DraftSession(drafter, target.model.model.embed_tokens, CAPACITY))
+        role = DraftRank(transport, DraftSession(drafter, target.model.model.embed_tokens, capacity))
+        if shape is not None:
+            tree_role = TreeDraftRank(transport, TreeDraftSession(role.session, width))
         if proposer is not None:
             begin = role.begin
 
@@ -151,7 +161,7 @@ def make_runtime(
 
             role.begin = scripted
     else:
-        stage = cut(target, layout)[rank]
+        stage = cut(target, layout, capacity)[rank]
         role = StageRank(
             transport,
             stage,
@@ -159,7 +169,15 @@ def make_runtime(
             lambda params: make_verifier(params, NUM_TOKENS, drafter.draft_token_ids),
             drafter.config.draft_vocab_size,
         )
-    runtime = DistributedRuntime(role, transport, store)
+        if shape is not None:
+            tree_role = TreeStageRank(
+                transport,
+                TreeStage(stage, num_stages, width),
+                num_stages,
+                lambda params: make_tree_verifier(params, NUM_TOKENS, drafter.draft_token_ids),
+                drafter.config.draft_vocab_size,
+            )
+    runtime = DistributedRuntime(role, transport, store, tree_role, shape)
     runtime.meet("loaded")
     return runtime
 

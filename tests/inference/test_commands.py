@@ -197,6 +197,25 @@ def test_the_answer_is_that_of_one_process(
         assert report[name] == expected[name], name
 
 
+def test_two_nodes_of_unequal_size_give_the_answer_of_one_process(folders: Folders, spawn: Spawn) -> None:
+    """Two agents of torchrun with a static rendezvous, as docs/inference.md starts them: both stages here, the drafter there."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = ("--master_addr", "127.0.0.1", "--master_port", str(probe.getsockname()[1]))
+    nodes = [
+        spawn(
+            *("--max_new_tokens", "12", "--json", "true"),
+            launcher=(*TORCHRUN[:2], "--nnodes", "2", "--node_rank", rank, "--nproc_per_node", processes, *where),
+        )
+        for rank, processes in (("0", "2"), ("1", "1"))
+    ]
+    decoder = PipelineDecoder.from_pretrained(folders.drafter, max_length=128)
+    expected = decoder.generate([{"role": "user", "content": PROMPT}], SamplingParams(12))
+    (code, printed, said), (other_code, other_printed, other_said) = (node.end() for node in nodes)
+    assert (code, said, other_code, other_printed, other_said) == (0, [], 0, "", [])
+    assert json.loads(printed)["token_ids"] == expected.token_ids
+
+
 @pytest.mark.parametrize(
     ("args", "variables", "message"),
     [

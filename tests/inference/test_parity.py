@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from spd_lightning.inference.drafting import DraftSession
-from spd_lightning.inference.schedule import CyclePlan
 from spd_lightning.modules.features import FeatureLayout
 from tests.inference.conftest import ScriptedProposer, make_pipeline, run
+from tests.inference.replay import replayed_logits
 from tests.modules.conftest import make_drafter, make_target
 
 LAYOUTS = {
@@ -31,31 +30,33 @@ def training_logits(drafter, states, fill: int) -> torch.Tensor:
     return drafter.lm_head(drafter(states, torch.arange(seq)[None], visible)[0])
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_replayed_sequence_gives_the_training_logits_at_every_fill(name: str) -> None:
+GATED = {"gated_attention": True, "partial_rotary_factor": 0.25}
+"""The attention of published drafters for Qwen3.5."""
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        *((name, {}) for name in LAYOUTS),
+        ("exact", GATED),
+        ("post_step_coarse", GATED),
+        ("exact", {"partial_rotary_factor": 0.5}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
+)
+def test_a_replayed_sequence_gives_the_training_logits_at_every_fill(name: str, attention: dict) -> None:
     """The same recorded target states into both, float64: equal to 1e-10 wherever the fill can occur."""
     layout, seq, prompt = LAYOUTS[name], 24, 5
     n, target = layout.num_stages, make_target("llama", 8)
-    drafter = make_drafter(layout)
+    drafter = make_drafter(layout, **attention)
     ids = torch.randint(0, 259, (1, seq), generator=torch.Generator().manual_seed(1))
     states = target.forward(ids, torch.ones_like(ids), layout.anchors).anchors
     by_anchor = dict(zip(layout.anchors, states, strict=True))
     with torch.no_grad():
         expected = {fill: training_logits(drafter, states, fill) for fill in range(1, n + 1)}
         for fill in range(1, n + 1):
-            # The first token in flight is position `start`; when `fill` tokens are, the newest is t = start + fill - 1.
             for newest in range(prompt + fill - 1, seq):
-                start = newest - fill + 1
-                session = DraftSession(drafter, target.model.model.embed_tokens, 64)
-                session.prefill(ids[:, :start], {a: s[:, :start] for a, s in by_anchor.items()})
-                for position in range(start, newest + 1):
-                    depth = newest - position + (layout.schedule == "post_step")
-                    passed = {
-                        a: s[:, position : position + 1] for a, s in by_anchor.items() if a <= layout.stage_ends[depth]
-                    }
-                    session.receive(position, passed)
-                plan = CyclePlan(cycle=0, epoch=0, fill=fill, newest=newest, num_stages=n)
-                logits = session.draft_logits(plan, int(ids[0, newest]))
+                logits = replayed_logits(drafter, target.model.model.embed_tokens, ids, by_anchor, newest, fill)
                 torch.testing.assert_close(logits, expected[fill][newest], rtol=0, atol=1e-10)
 
 

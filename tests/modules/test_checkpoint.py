@@ -9,7 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from spd_lightning.modules.checkpoint import drafter_record, load_drafter, save_drafter
+from spd_lightning.modules.distillation import default_settings
 from spd_lightning.modules.draft_vocab import DraftVocab
+from spd_lightning.modules.drafter_config import DrafterConfig, RopeScaling
 from spd_lightning.modules.features import FeatureLayout
 from spd_lightning.modules.target import target_shape
 from spd_lightning.modules.tiny_target import tiny_config
@@ -18,8 +20,8 @@ from tests.modules.conftest import make_drafter
 LAYOUT = FeatureLayout.build(8, 4)
 
 
-def write_folder(folder: Path, layout: FeatureLayout) -> Path:
-    drafter = make_drafter(layout, torch.float32)
+def write_folder(folder: Path, layout: FeatureLayout, **overrides) -> Path:
+    drafter = make_drafter(layout, torch.float32, **overrides)
     record = drafter_record(
         drafter.config,
         target_name="tiny",
@@ -47,6 +49,10 @@ def test_a_drafter_comes_back_bit_for_bit(folder: Path) -> None:
     assert not read.module.training and not any(p.requires_grad for p in read.module.parameters())
     half = load_drafter(folder, torch.bfloat16).module
     assert half.lm_head.weight.dtype == torch.bfloat16 and half.draft_token_ids.dtype == torch.int64
+
+
+def test_whoever_may_read_the_configuration_may_read_the_weights(folder: Path) -> None:
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
 
 
 @pytest.mark.parametrize("schedule", ["pre_step", "post_step"])
@@ -134,3 +140,47 @@ def test_a_damaged_folder_gives_one_line(damage, message, folder: Path) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         load_drafter(folder)
     assert "\n" not in str(raised.value)
+
+
+def test_the_documentation_names_every_key(folder: Path) -> None:
+    """Those of the record, and those of the drafter in it."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "formats.md").read_text()
+    record = json.loads((folder / "config.json").read_text())
+    assert [key for key in (*record, *record["drafter"]) if f"`{key}`" not in page] == []
+
+
+def test_scaled_rotary_positions_travel_in_the_folder(tmp_path: Path) -> None:
+    scaling = RopeScaling(8.0, 1.0, 4.0, 8192)
+    write_folder(tmp_path, LAYOUT, rope_scaling=scaling, gated_attention=True, partial_rotary_factor=0.5)
+    read = load_drafter(tmp_path)
+    assert read.module.config.rope_scaling == scaling and read.module.config.gated_attention
+    assert read.record["rotary"] == {
+        "theta": 1e4,
+        "dims": 8,
+        "layout": "half_split",
+        "scaling": {
+            "type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }  # fmt: skip
+    edit_drafter(tmp_path, partial_rotary_factor=0.25)
+    with pytest.raises(ValueError, match="rotary="):
+        load_drafter(tmp_path)
+    edit_drafter(tmp_path, partial_rotary_factor=0.2)
+    with pytest.raises(ValueError, match=r"partial_rotary_factor=0.2: of head_dim=16 it leaves 3"):
+        load_drafter(tmp_path)
+
+
+def test_a_folder_written_before_there_were_gates_has_none(folder: Path) -> None:
+    record = json.loads((folder / "config.json").read_text())
+    for name in ("gated_attention", "partial_rotary_factor", "rope_scaling", "kept_projections"):
+        del record["drafter"][name]
+    (folder / "config.json").write_text(json.dumps(record))
+    assert load_drafter(folder).module.config == make_drafter(LAYOUT).config
+    assert default_settings(DrafterConfig) == {
+        "schedule": "pre_step",
+        "gated_attention": False,
+        "partial_rotary_factor": 1.0,
+        "rope_scaling": None,
+        "kept_projections": [],
+    }

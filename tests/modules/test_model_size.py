@@ -22,12 +22,13 @@ def test_counted_parameters_are_those_of_the_model(tmp_path, family, tied):
 
 
 @pytest.mark.parametrize("feature_norm", ["none", "rms"])
-@pytest.mark.parametrize("rows", ["exact", "shared"])
-def test_counted_parameters_are_those_of_the_drafter(tmp_path, rows, feature_norm):
+@pytest.mark.parametrize(("rows", "gated"), [("exact", False), ("shared", False), ("shared", True)])
+def test_counted_parameters_are_those_of_the_drafter(tmp_path, rows, gated, feature_norm):
     tiny_config("llama", num_layers=8).save_pretrained(tmp_path)
     target = read_target_size(str(tmp_path))
     layout = FeatureLayout.build(8, 4, anchors=[0, 3, 7], rows=rows)
-    size = DrafterSize.of(target, layout, 3, draft_vocab_size=77, intermediate_size=40, feature_norm=feature_norm)
+    given = dict(intermediate_size=40, feature_norm=feature_norm, gated_attention=gated)
+    size = DrafterSize.of(target, layout, 3, draft_vocab_size=77, **given)
     drafter = PipelineDraftModule(
         DrafterConfig(
             num_stages=4,
@@ -44,6 +45,7 @@ def test_counted_parameters_are_those_of_the_drafter(tmp_path, rows, feature_nor
             rms_norm_eps=1e-6,
             feature_norm=feature_norm,
             draft_vocab_size=77,
+            gated_attention=gated,
         )
     )
     assert size.num_parameters == sum(parameter.numel() for parameter in drafter.parameters())

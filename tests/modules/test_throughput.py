@@ -27,18 +27,22 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_target(tmp_path_factory.mktemp("flops") / "target", "llama", 8))
 
 
+@pytest.mark.parametrize("fill", [1, 3, 4])
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "gated"),
     [
-        FeatureLayout.build(8, 4),
-        FeatureLayout.build(8, 4, anchors=[0, 4, 7], rows="shared"),
-        FeatureLayout.build(8, 1),
-        FeatureLayout.build(8, 4, schedule="post_step"),
+        (FeatureLayout.build(8, 4), False),
+        (FeatureLayout.build(8, 4, anchors=[0, 4, 7], rows="shared"), False),
+        (FeatureLayout.build(8, 1), False),
+        (FeatureLayout.build(8, 4, schedule="post_step"), False),
+        (FeatureLayout.build(8, 4), True),
     ],
-    ids=["exact", "shared", "one_stage", "post_step"],
+    ids=["exact", "shared", "one_stage", "post_step", "gated"],
 )
-def test_matrix_products_are_those_of_the_modules(target: str, layout: FeatureLayout) -> None:
-    drafter, model = make_drafter(layout, torch.float32), FrozenTarget.from_pretrained(target)
+def test_matrix_products_are_those_of_the_modules(target: str, layout: FeatureLayout, gated: bool, fill: int) -> None:
+    fill = min(fill, layout.num_stages)
+    drafter = make_drafter(layout, torch.float32, gated_attention=gated)
+    model = FrozenTarget.from_pretrained(target)
     flops = StepFlops.of_run(target, drafter.config)
     ids = torch.ones((2, 7), dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
@@ -46,7 +50,7 @@ def test_matrix_products_are_those_of_the_modules(target: str, layout: FeatureLa
     no_pairs = 0.0
     assert flops._target(14.0, no_pairs, 0) == matrix_flops(counter)
 
-    table = torch.tensor(layout.visibility_table())[-1].expand(2, -1, -1)
+    table = torch.tensor(layout.visibility_table())[fill - 1].expand(2, -1, -1)
     attended = []
 
     def attention(query, key, value, visible_row):
@@ -56,18 +60,21 @@ def test_matrix_products_are_those_of_the_modules(target: str, layout: FeatureLa
     drafter.structural_attention = attention
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         drafter.lm_head(drafter(states.anchors, torch.arange(7).expand(2, 7), table))
-    assert flops._drafter(14.0, no_pairs, num_supervised=14) == matrix_flops(counter)
+    head = 2 * 14 * drafter.lm_head.weight.numel()
+    assert flops._rows(14.0, no_pairs, fill) + head == matrix_flops(counter)
     # Every query row has one score for each pair of a position and one at or before it: two products of head_dim.
     pairs = 2 * 7 * 8 / 2
     rows = sum(query[2] for query, _ in attended)
-    assert flops._drafter(0.0, pairs, 0) == pairs * rows * 4 * drafter.config.num_heads * drafter.config.head_dim
+    assert flops._rows(0.0, pairs, fill) == pairs * rows * 4 * drafter.config.num_heads * drafter.config.head_dim
 
 
 def test_a_step_is_a_forward_of_the_target_and_three_of_the_drafter(target: str) -> None:
     drafter = make_drafter(FeatureLayout.build(8, 4), torch.float32)
     flops = StepFlops.of_run(target, drafter.config)
     # Pairs of 3 and 5 tokens: 6 + 15.
-    assert flops.of(torch.tensor([3, 5]), 4) == flops._target(8.0, 21.0, 4) + 3 * flops._drafter(8.0, 21.0, 4)
+    in_drafter = flops._rows(3.0, 6.0, 2) + flops._rows(5.0, 15.0, 4) + 2 * 4 * drafter.lm_head.weight.numel()
+    counted = flops.of(torch.tensor([3, 5]), 4, torch.tensor([2, 4]))
+    assert counted == flops._target(8.0, 21.0, 4) + 3 * in_drafter
 
 
 def batch(lengths: list[int], supervised: int) -> ReplicatedBatch:
@@ -93,7 +100,8 @@ def test_rates_and_shares_are_of_the_time_since_the_last_report(target: str) -> 
     clock[0] += 3.0
     rates, shares = meter.rates(waited=5.5, peak_flops=1e6)
     assert rates == {"tokens_per_s": 10 / 4, "supervised_tokens_per_s": 4 / 4}
-    needed = flops.of(torch.tensor([4, 2]), 3) + flops.of(torch.tensor([3, 1]), 1)
+    one = torch.ones(2).long()
+    needed = flops.of(torch.tensor([4, 2]), 3, one) + flops.of(torch.tensor([3, 1]), 1, one)
     assert shares == {
         "padding_share": pytest.approx(4 / 14),
         "data_wait_share": 0.5 / 4,

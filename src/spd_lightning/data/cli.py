@@ -15,7 +15,7 @@ from jsonargparse import Namespace
 from spd_lightning.data.draws import random_order
 from spd_lightning.data.drop_report import format_reports
 from spd_lightning.data.inspection import has_colour, render_row
-from spd_lightning.data.training_config import TrainingConfigParser
+from spd_lightning.data.training_config import TrainingConfigParser, chosen_method
 from spd_lightning.errors import one_line_errors
 
 if TYPE_CHECKING:
@@ -88,10 +88,13 @@ def vocab(args: Sequence[str]) -> None:
 
 def estimate(args: Sequence[str]) -> None:
     """Tells tokens, steps, memory and disk of a training run before it starts, from a sample of the rows."""
-    from spd_lightning.data.estimate import ModelOptions, TrainerOptions, estimate_run
+    from spd_lightning.data.estimate import TrainerOptions, estimate_run
+    from spd_lightning.data.model_options import METHODS
 
     parser = _data_parser("estimate", estimate.__doc__, has_target=False)
-    parser.add_class_arguments(ModelOptions, "model")
+    method = chosen_method(args, METHODS)
+    parser.add_argument("--method", type=Literal[tuple(METHODS)], default=method, help="whose drafter is trained")
+    parser.add_class_arguments(METHODS[method], "model")
     parser.add_class_arguments(TrainerOptions, "trainer")
     parser.add_argument("--sample_rows", type=int, default=1000, help="rows of each source that are encoded")
     given = parser.parse(args)

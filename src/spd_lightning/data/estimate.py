@@ -6,19 +6,19 @@ Tokens come from a random sample of the rows, sizes of the models from their con
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
 
 from spd_lightning.data.drop_report import SourceReport
 from spd_lightning.data.encode_pool import encode_chunk
+from spd_lightning.data.model_options import EagleOptions, ModelOptions, TrainedDrafter
 from spd_lightning.data.preparation import EncodingOptions
 from spd_lightning.data.rows import SourceRow
 from spd_lightning.data.sampler import TokenBudgetSampler, resolve_batch_size
 from spd_lightning.data.sources import Source, iter_rows
-from spd_lightning.modules.features import AnchorRule, FeatureLayout, RowMode, Schedule
-from spd_lightning.modules.model_size import DrafterSize, TargetSize, read_target_size, resolve_stage_layers
+from spd_lightning.modules.model_size import TargetSize, read_target_size
 from spd_lightning.modules.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -28,41 +28,6 @@ BYTES_PER_TOKEN_ON_DISK = 5
 """An int32 id and an int8 answer mark."""
 BYTES_PER_TRAINED_PARAMETER = 16
 """float32 weight, gradient and two AdamW moments."""
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """The options of `model` that sizes depend on.
-
-    Args:
-        target: folder or hub id of the target.
-        num_stages: pipeline stages.
-        stage_layers: target layers per stage, or `balanced`; as even as possible when absent.
-        anchors: target layers that the drafter reads, or `auto`.
-        rows: row types, `exact` or `shared`.
-        schedule: `pre_step` or `post_step`.
-        num_spec_layers: decoder layers of the drafter.
-        num_heads: query heads of the drafter; the target's when absent.
-        num_kv_heads: key and value heads of the drafter; the target's when absent.
-        head_dim: head width of the drafter; the target's when absent.
-        intermediate_size: MLP width of the drafter; the target's when absent.
-        feature_norm: `rms` has a gain for each anchor.
-        target_dtype: of the target's weights; `auto` keeps the checkpoint's.
-    """
-
-    target: str
-    num_stages: int
-    stage_layers: list[int] | Literal["balanced"] | None = None
-    anchors: list[int] | AnchorRule = "auto"
-    rows: RowMode = "exact"
-    schedule: Schedule = "pre_step"
-    num_spec_layers: int = 2
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
-    feature_norm: Literal["none", "rms"] = "rms"
-    target_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -143,7 +108,9 @@ def sample_source(
     return SourceEstimate(report, num_read, source.weight, np.array([len(ids) for ids in chunk.input_ids], dtype=int))
 
 
-def estimate_run(model: ModelOptions, trainer: TrainerOptions, data: Any, sample_rows: int = 1000) -> str:
+def estimate_run(
+    model: ModelOptions | EagleOptions, trainer: TrainerOptions, data: Any, sample_rows: int = 1000
+) -> str:
     """The estimate of a run as text.
 
     Args:
@@ -156,19 +123,7 @@ def estimate_run(model: ModelOptions, trainer: TrainerOptions, data: Any, sample
     options = EncodingOptions(turns=data.turns, max_length=data.max_length, on_long=data.on_long)
     batch_size = resolve_batch_size(data.batch_size, data.tokens_per_batch, data.max_length)
     target = read_target_size(model.target)
-    split = resolve_stage_layers(model.target, model.num_stages, model.stage_layers)
-    layout = FeatureLayout.build(target.num_layers, model.num_stages, split, model.anchors, model.rows, model.schedule)
-    drafter = DrafterSize.of(
-        target,
-        layout,
-        model.num_spec_layers,
-        draft_vocab_size=min(data.draft_vocab_size, len(tokenizer)),
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        intermediate_size=model.intermediate_size,
-        feature_norm=model.feature_norm,
-    )
+    drafter = model.drafter(target, min(data.draft_vocab_size, len(tokenizer)))
     sources = [sample_source(source, tokenizer, options, sample_rows) for source in data.sources]
     longest = max(source.longest for source in sources)
     if batch_size is None:
@@ -176,7 +131,7 @@ def estimate_run(model: ModelOptions, trainer: TrainerOptions, data: Any, sample
     else:
         batch, tokens = f"{batch_size} rows of {longest} tokens", batch_size * longest
     lines = [*_token_lines(sources), *_step_lines(sources, trainer, data, batch_size)]
-    lines += _memory_lines(target, drafter, layout, model.target_dtype, batch, tokens)
+    lines += _memory_lines(target, drafter, model.target_dtype, batch, tokens)
     lines += _disk_lines(sources, drafter)
     return "\n".join(lines)
 
@@ -235,24 +190,22 @@ def _step_lines(
     ]
 
 
-def _memory_lines(
-    target: TargetSize, drafter: DrafterSize, layout: FeatureLayout, dtype: str, batch: str, tokens: int
-) -> list[str]:
+def _memory_lines(target: TargetSize, drafter: TrainedDrafter, dtype: str, batch: str, tokens: int) -> list[str]:
     weights = target.num_parameters * target.bytes_per_parameter(dtype)
     trained = drafter.num_parameters * BYTES_PER_TRAINED_PARAMETER
-    states = tokens * (len(layout.anchors) + 1) * target.hidden_size * 4
-    activations = drafter.activation_bytes(tokens, layout.num_rows)
+    states = tokens * drafter.num_states * target.hidden_size * 4
+    activations = tokens * drafter.activation_bytes
     total = weights + trained + states + activations
     return [
         f"memory of a rank without sharding, roughly: {_size(total)}",
         f"  target: {target.num_parameters:,} parameters, {_size(weights)}",
         f"  drafter: {drafter.num_parameters:,} parameters, {_size(trained)} with gradients and AdamW",
-        f"  one batch of {batch} and {layout.num_rows} row types: "
+        f"  one batch of {batch} and {drafter.passes}: "
         f"{_size(states)} of target states, {_size(activations)} of activations",
     ]
 
 
-def _disk_lines(sources: Sequence[SourceEstimate], drafter: DrafterSize) -> list[str]:
+def _disk_lines(sources: Sequence[SourceEstimate], drafter: TrainedDrafter) -> list[str]:
     rows = sum(source.report.tokens * source.scale for source in sources) * BYTES_PER_TOKEN_ON_DISK
     checkpoint = drafter.num_parameters * 12
     return [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spd_lightning.modules.hub import offline_when_unreachable, transport_errors
+from spd_lightning.modules.hub import first_sentence, hub_errors, offline_when_unreachable
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -87,14 +87,12 @@ def hub_rows(
 def _unreachable() -> tuple[type[Exception], ...]:
     """What the hub's libraries raise when a data set is not there, not reachable or not readable."""
     from datasets.exceptions import DatasetsError
-    from huggingface_hub.errors import HfHubHTTPError
 
-    return (OSError, ValueError, DatasetsError, HfHubHTTPError, *transport_errors())
+    return (*hub_errors(), DatasetsError)
 
 
 def _not_found(path: str, part: str, error: Exception) -> ValueError:
-    cause = re.split(r"\n|(?<=[^.]{3})\. ", str(error).strip())[0].rstrip(".") or type(error).__name__
     return ValueError(
         f"source {path!r}: no local file or folder {Path(path).resolve()}, and {part} could not be read from the hub "
-        f"({cause}); download the data set and set `path` to the local folder or file"
+        f"({first_sentence(error)}); download the data set and set `path` to the local folder or file"
     )

@@ -1,7 +1,7 @@
 """The configuration of `spd-train`, read for a command that needs only parts of it. Knows no command."""
 
 from argparse import ArgumentError
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class TrainingConfigParser(ArgumentParser):
             if section == "data" and isinstance(values, dict):
                 # These two come from the model when training.
                 selected["data"] = {key: value for key, value in values.items() if key not in ("target", "layout")}
+            elif section == "method" and section in known:
+                selected[section] = values
             elif isinstance(values, dict):
                 inner = {key: value for key, value in values.items() if f"{section}.{key}" in known}
                 if inner:
@@ -62,3 +64,32 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: holds a {type(content).__name__}, a mapping with `data` and `model` is needed")
     return content
+
+
+def chosen_method(args: Sequence[str], known: Collection[str]) -> str:
+    """The method that the command line or its configuration files name last, `spd` if none does.
+
+    It decides which options `model` has, so it is looked up before the command line is parsed.
+
+    Args:
+        args: the command line.
+        known: names of methods.
+
+    Raises:
+        ValueError: if it is none of them.
+    """
+    method: Any = "spd"
+    for index, argument in enumerate(args):
+        name, is_joined, value = argument.partition("=")
+        value = value if is_joined else "".join(args[index + 1 : index + 2])
+        if name == "--method":
+            method = value
+        elif name in ("--config", "-c") and Path(value).is_file():
+            try:
+                content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+            except (yaml.YAMLError, UnicodeDecodeError):
+                continue  # the parser says what is wrong with it
+            method = content.get("method", method) if isinstance(content, dict) else method
+    if method not in known:
+        raise ValueError(f"method={method!r}: known are {', '.join(known)}")
+    return method

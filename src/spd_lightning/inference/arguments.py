@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser, Namespace
 if TYPE_CHECKING:
     from spd_lightning.inference.decoder import PipelineDecoder
     from spd_lightning.inference.runtime.environment import RankEnvironment
+    from spd_lightning.inference.tree.schedule import TreeShape
 
 CLI_MODULE = "spd_lightning.inference.cli"
 SECONDS_FOR_OTHERS = 5.0
@@ -21,9 +22,6 @@ SECONDS_FOR_OTHERS = 5.0
 def add_decoding_arguments(parser: ArgumentParser, several_temperatures: bool = False) -> None:
     """The target, how tokens are drawn, and where the work is done."""
     add = parser.add_argument
-    add("--target", type=str | None, default=None, help="folder or hub id of the target; the drafter names its own")
-    add("--max_new_tokens", type=int, default=512, help="tokens of an answer at most")
-    add("--max_length", type=int, default=4096, help="prompt and answer together at most; caches are made for it")
     if several_temperatures:
         add("--temperature", type=float, nargs="+", default=[0.0], help="0 decodes greedily")
     else:
@@ -32,6 +30,15 @@ def add_decoding_arguments(parser: ArgumentParser, several_temperatures: bool = 
     add("--top_p", type=float, default=1.0, help="of those, the fewest whose probabilities sum to this; 1 is off")
     add("--seed", type=int | None, default=None, help="of all draws; drawn and printed when absent")
     add("--stop", type=list[str], default=[], help="strings that end the text")
+    add_runtime_arguments(parser)
+
+
+def add_runtime_arguments(parser: ArgumentParser) -> None:
+    """The target, its drafts, and where the work is done: what holds for every answer of a decoder."""
+    add = parser.add_argument
+    add("--target", type=str | None, default=None, help="folder or hub id of the target; the drafter names its own")
+    add("--max_new_tokens", type=int, default=512, help="tokens of an answer at most")
+    add("--max_length", type=int, default=4096, help="prompt and answer together at most; caches are made for it")
     add(
         "--verify",
         type=Literal["rejection", "coupled"],
@@ -43,6 +50,18 @@ def add_decoding_arguments(parser: ArgumentParser, several_temperatures: bool = 
         type=Literal["pre_step", "post_step"] | None,
         default=None,
         help="when drafts are made; the drafter was trained for one, another is an error",
+    )
+    add(
+        "--tree_width",
+        type=int | None,
+        default=None,
+        help="candidates of a position in flight at most; 1, when absent, drafts chains (eval: 4, of spd_tree)",
+    )
+    add(
+        "--refill_width",
+        type=int | None,
+        default=None,
+        help="the same while the pipeline refills and stages idle; tree_width when absent",
     )
     add("--draft_length", type=int | None, default=None, help="EAGLE-3: drafts of a round, 7 when absent")
     add(
@@ -76,13 +95,26 @@ def sampling_params(given: Namespace, temperature: float | None = None) -> Any:
     return params if params.is_greedy else params.seeded()
 
 
-def run_on_ranks(given: Namespace, args: Sequence[str], work: Callable[[], None]) -> None:
+def tree_shape(given: Namespace) -> "TreeShape | None":
+    """The shape of the trees that the arguments ask for; none for chains."""
+    from spd_lightning.inference.tree.schedule import TreeShape
+
+    return TreeShape.build(1 if given.tree_width is None else given.tree_width, given.refill_width)
+
+
+def run_on_ranks(
+    given: Namespace,
+    args: Sequence[str],
+    work: Callable[[], None],
+    forwarded: Sequence[signal.Signals] = (signal.SIGINT,),
+) -> None:
     """Runs `work` here; under `--runtime distributed` in every rank, which are started here unless this is one.
 
     Args:
         given: the arguments.
         args: the whole command line, for processes that are started.
         work: what each rank does.
+        forwarded: signals that this process hands to the lead, if it starts the ranks.
 
     Raises:
         SystemExit: with 1, and one line of error, where a rank has failed.
@@ -93,7 +125,7 @@ def run_on_ranks(given: Namespace, args: Sequence[str], work: Callable[[], None]
         work()
         return
 
-    from spd_lightning.inference.decoder import check_method, check_schedule, check_target
+    from spd_lightning.inference.compatibility import check_method, check_schedule, check_target
     from spd_lightning.inference.runtime.distributed import launch
     from spd_lightning.inference.runtime.environment import rank_environment
     from spd_lightning.inference.runtime.liveness import RankFailure
@@ -105,10 +137,10 @@ def run_on_ranks(given: Namespace, args: Sequence[str], work: Callable[[], None]
         if environment is None:
             drafter = load_drafter(given.drafter if isinstance(given.drafter, str) else given.drafter[0])
             check_schedule(drafter, given.schedule)
-            check_method(drafter, given.runtime, given.draft_length)
+            check_method(drafter, given.runtime, given.draft_length, tree_shape(given))
             check_target(drafter, given.target)
             assert not isinstance(drafter.module, Eagle3Drafter)
-            if code := launch(drafter.module.config.num_stages + 1, CLI_MODULE, args):
+            if code := launch(drafter.module.config.num_stages + 1, CLI_MODULE, args, forwarded):
                 raise SystemExit(code)
         else:
             run_as_rank(environment, work)
@@ -159,5 +191,6 @@ def opened_decoder(given: Namespace, drafter: str) -> "Iterator[PipelineDecoder]
         Link(given.link_us * 1e-6, given.link_gb_s * 1e9, given.record_us * 1e-6),
         given.schedule,
         given.draft_length,
+        tree_shape(given),
     ) as decoder:
         yield decoder

@@ -47,6 +47,14 @@ class KeyValueBuffer:
         assert length <= self.length, f"cannot roll back to {length} positions, only {self.length} are here"
         self.length = length
 
+    def select(self, length: int, rows: Sequence[int]) -> None:
+        """Keeps the positions `0 .. length - 1` and, moved up behind them, the entries `length + row` in rising order."""
+        if any(row != index for index, row in enumerate(rows)):
+            kept = torch.tensor(rows, device=self.keys.device) + length
+            for entries in (self.keys, self.values):
+                entries[:, :, length : length + len(rows)] = entries[:, :, kept]  # indexing copies first
+        self.rollback(length + len(rows))
+
 
 class RecurrentRing:
     """States of one recurrent layer after each of the last positions: convolution window and recurrent matrix.

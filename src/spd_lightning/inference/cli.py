@@ -5,6 +5,7 @@ import sys
 from jsonargparse import ArgumentParser
 
 from spd_lightning.errors import one_line_errors
+from spd_lightning.inference import import_command
 from spd_lightning.inference.chat_command import add_chat_arguments, run_chat
 from spd_lightning.inference.eagle.commands import (
     add_export_arguments,
@@ -16,6 +17,8 @@ from spd_lightning.inference.evaluation.command import add_eval_arguments, run_e
 from spd_lightning.inference.generate import add_generate_arguments, run_generate
 from spd_lightning.inference.planning.command import add_plan_arguments, run_plan
 from spd_lightning.inference.profile import add_profile_arguments, run_profile
+from spd_lightning.inference.push_command import add_push_arguments, run_push
+from spd_lightning.inference.serve.command import add_serve_arguments, run_serve
 
 COMMANDS = {
     "generate": ("Answers one prompt; the text is the target's own.", add_generate_arguments, run_generate),
@@ -26,6 +29,11 @@ COMMANDS = {
         lambda given, _: run_plan(given),
     ),
     "profile": ("Where the time of a cycle goes, by fill level.", add_profile_arguments, run_profile),
+    "import": (
+        "Makes a drafter folder of a published PDM checkpoint.",
+        import_command.add_import_arguments,
+        lambda given, _: import_command.run_import(given),
+    ),
     "import_eagle3": (
         "Makes a drafter folder of a published EAGLE-3 drafter.",
         add_import_arguments,
@@ -35,6 +43,12 @@ COMMANDS = {
         "Writes an EAGLE-3 drafter in the published format.",
         add_export_arguments,
         lambda given, _: run_export(given),
+    ),
+    "serve": ("An endpoint for OpenAI's clients; answers one request after the other.", add_serve_arguments, run_serve),
+    "push": (
+        "Uploads a drafter folder to the Hugging Face hub, with a model card.",
+        add_push_arguments,
+        lambda given, _: run_push(given),
     ),
     "chat": ("A conversation in the terminal; /help lists its commands.", add_chat_arguments, run_chat),
 }

@@ -1,10 +1,10 @@
 """The loop of one decode: plan, run, advance, stop on what is committed. Knows no tensors and no transport."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from spd_lightning.inference.schedule import PipelineSchedule, Rollback, Verdict
+from spd_lightning.inference.schedule import CyclePlan, PipelineSchedule, Rollback, Verdict
 from spd_lightning.inference.stats import DecodeStats, Judgement
 from spd_lightning.inference.stopping import StopCondition
 
@@ -14,12 +14,33 @@ class CycleOutcome:
     """What a cycle brought.
 
     Attributes:
-        draft: the proposed token.
+        draft: what was proposed, as the schedule takes it: a token, or the candidates of a tree's level.
         verdict: on the judged position; none while the pipeline is filling.
     """
 
-    draft: int
+    draft: Any
     verdict: Verdict | None
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """The decode algorithm: of a chain (`PipelineSchedule`), or of a tree (`TreeSchedule`)."""
+
+    tokens: list[int]
+    num_cycles: int
+
+    @property
+    def num_verified(self) -> int:
+        """How many tokens are certain, prompt included."""
+        ...
+
+    def plan(self) -> CyclePlan:
+        """What the coming cycle does."""
+        ...
+
+    def advance(self, draft: Any, verdict: Verdict | None, /) -> Rollback | None:
+        """Closes a cycle; what to undo."""
+        ...
 
 
 @runtime_checkable
@@ -30,21 +51,26 @@ class Pipeline(Protocol):
         """Takes a prompt in, forgetting what was before; the target's token behind it."""
         ...
 
-    def cycle(self, schedule: PipelineSchedule) -> CycleOutcome:
+    def cycle(self, schedule: Any) -> CycleOutcome:
         """Runs the cycle that the schedule plans; does not advance it."""
         ...
 
-    def rollback(self, rollback: Rollback) -> None:
-        """Undoes what a rejection made void."""
+    def rollback(self, rollback: Any) -> None:
+        """Undoes what a verdict made void."""
         ...
 
-    def abandon(self, schedule: PipelineSchedule) -> None:
+    def abandon(self, schedule: Any) -> None:
         """Ends a decode that nobody listens to any more, between two cycles."""
         ...
 
 
 def decode(
-    pipeline: Pipeline, num_stages: int, prompt: Sequence[int], stop: StopCondition, stats: DecodeStats
+    pipeline: Pipeline,
+    num_stages: int,
+    prompt: Sequence[int],
+    stop: StopCondition,
+    stats: DecodeStats,
+    make_schedule: Callable[[int, Sequence[int], int], Schedule] = PipelineSchedule,
 ) -> Generator[int]:
     """Yields committed tokens, the prefill's first. What is in flight at the end is dropped.
 
@@ -56,11 +82,12 @@ def decode(
         prompt: token ids.
         stop: fed every committed token; the decode ends when it says so.
         stats: counts that are added to as the decode goes.
+        make_schedule: of `num_stages`, the prompt and the first token: the pipeline's kind.
 
     Raises:
         RuntimeError: if the cycles do not end; a bug.
     """
-    schedule = PipelineSchedule(num_stages, prompt, pipeline.prefill(prompt))
+    schedule = make_schedule(num_stages, prompt, pipeline.prefill(prompt))
     drafted_at: dict[int, int] = {}
     stop.push(schedule.tokens[-1])
     try:

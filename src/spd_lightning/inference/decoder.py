@@ -1,9 +1,10 @@
 """`PipelineDecoder`: a drafter folder and its target as one object that decodes. Knows files and text; no ranks."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any
 
 from spd_lightning.inference.answer import DecodeResult, Run
+from spd_lightning.inference.compatibility import RuntimeName, check_method, check_schedule, check_target
 from spd_lightning.inference.eagle.runtime import EagleRuntime
 from spd_lightning.inference.runtime.cluster import DistributedRuntime
 from spd_lightning.inference.runtime.local import LocalRuntime
@@ -11,11 +12,13 @@ from spd_lightning.inference.runtime.virtual import Link, VirtualRuntime
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.stats import DecodeStats
 from spd_lightning.inference.stopping import StopCondition
+from spd_lightning.inference.token_scores import TokenScores
+from spd_lightning.inference.tree.schedule import TreeShape
 from spd_lightning.modules.checkpoint import Drafter, load_drafter
 from spd_lightning.modules.eagle.eagle_config import Eagle3Config
 from spd_lightning.modules.eagle.eagle_drafter import Eagle3Drafter
 from spd_lightning.modules.features import Schedule
-from spd_lightning.modules.target import TargetDtype, read_target_shape
+from spd_lightning.modules.target import TargetDtype
 from spd_lightning.modules.target_files import read_generation_config
 from spd_lightning.modules.tokenizer import (
     eos_token_ids,
@@ -25,7 +28,6 @@ from spd_lightning.modules.tokenizer import (
     tokenizer_fingerprint,
 )
 
-RuntimeName = Literal["local", "distributed", "virtual"]
 Messages = Sequence[Mapping[str, str]]
 GREEDY = SamplingParams()
 
@@ -67,6 +69,7 @@ class PipelineDecoder:
         self.max_length = max_length
         config = drafter.module.config
         self.num_stages = 1 if isinstance(config, Eagle3Config) else config.num_stages
+        self.shape = None if isinstance(runtime, EagleRuntime) else runtime.shape
         self._current: Run | None = None
 
     @classmethod
@@ -82,6 +85,7 @@ class PipelineDecoder:
         link: Link | None = None,
         schedule: Schedule | None = None,
         draft_length: int | None = None,
+        shape: TreeShape | None = None,
     ) -> "PipelineDecoder":
         """Loads a drafter folder and the target that it was trained for.
 
@@ -100,6 +104,7 @@ class PipelineDecoder:
             link: between the ranks of the virtual runtime.
             schedule: the drafter's own, or absent; another is an error.
             draft_length: `k`, the drafts of a round, 7 when absent; of EAGLE-3 drafters only.
+            shape: of the draft trees to decode with; chains when absent.
 
         Raises:
             ValueError: if either cannot be loaded, they do not belong together, the ranks are not `n + 1`, or something
@@ -108,7 +113,7 @@ class PipelineDecoder:
         """
         given = load_drafter(drafter)
         check_schedule(given, schedule)
-        check_method(given, runtime, draft_length)
+        check_method(given, runtime, draft_length, shape)
         name = check_target(given, target)
         tokenizer = load_tokenizer(name)
         if tokenizer_fingerprint(tokenizer) != given.record["tokenizer"]["hash"]:
@@ -117,17 +122,18 @@ class PipelineDecoder:
         if isinstance(given.module, Eagle3Drafter):
             rounds = EagleRuntime.load(given.module, name, len(tokenizer), max_length, draft_length, dtype, device)
             return cls(rounds, given, name, tokenizer, eos_ids, max_length)
-        capacity = max_length + given.module.config.num_stages  # what is in flight beyond the last committed token
+        # What is in flight behind the last committed token.
+        capacity = max_length + given.module.config.num_stages * (1 if shape is None else shape.refill_width)
         what = (given.module, name, len(tokenizer), capacity)
         match runtime:
             case "local":
-                loaded = LocalRuntime.load(*what, dtype, device)
+                loaded = LocalRuntime.load(*what, dtype, device, shape)
             case "virtual":
-                loaded = VirtualRuntime.load(*what, dtype, device)
+                loaded = VirtualRuntime.load(*what, dtype, device, shape)
                 assert isinstance(loaded, VirtualRuntime)
                 loaded.use_link(link or Link())
             case "distributed":
-                loaded = DistributedRuntime.load(*what, dtype, device, timeout)
+                loaded = DistributedRuntime.load(*what, dtype, device, timeout, shape)
         return cls(loaded, given, name, tokenizer, eos_ids, max_length)
 
     @property
@@ -155,17 +161,51 @@ class PipelineDecoder:
         finally:
             run.close()
 
-    def start(self, prompt: Sequence[int] | Messages, params: SamplingParams = GREEDY) -> Run:
-        """An answer to iterate over, with its statistics at hand; errors as `generate`. Cancels the one before."""
+    def start(
+        self,
+        prompt: Sequence[int] | Messages,
+        params: SamplingParams = GREEDY,
+        scores: TokenScores | None = None,
+    ) -> Run:
+        """An answer to iterate over, with its statistics at hand; errors as `generate`. Cancels the one before.
+
+        Decodes with trees, if this was loaded with their shape. `scores` takes the log-probability of each committed token, where the last stage is in this process.
+        """
+        if self.shape is None:
+            return self.start_chain(prompt, params, scores)
+        assert not isinstance(self.runtime, EagleRuntime)
+        return self._start(self.runtime.tree, prompt, params, scores)
+
+    def start_chain(
+        self,
+        prompt: Sequence[int] | Messages,
+        params: SamplingParams = GREEDY,
+        scores: TokenScores | None = None,
+    ) -> Run:
+        """The same answer without trees, whatever this was loaded for."""
+        return self._start(self.runtime.pipelined, prompt, params, scores)
+
+    def _start(
+        self,
+        decode: Callable[..., Generator[int]],
+        prompt: Sequence[int] | Messages,
+        params: SamplingParams,
+        scores: TokenScores | None,
+    ) -> Run:
         ids, params = self.checked(prompt, params)
         stop, stats = self.stop_condition(params), DecodeStats(self.num_stages)
-        return self._begin(Run(ids, self.runtime.pipelined(ids, params, stop, stats), stop, stats, self.runtime.clock))
+        return self._begin(Run(ids, decode(ids, params, stop, stats, scores), stop, stats, self.runtime.clock))
 
-    def start_autoregressive(self, prompt: Sequence[int] | Messages, params: SamplingParams = GREEDY) -> Run:
+    def start_autoregressive(
+        self,
+        prompt: Sequence[int] | Messages,
+        params: SamplingParams = GREEDY,
+        scores: TokenScores | None = None,
+    ) -> Run:
         """The same answer by plain decoding with the same stages: the baseline."""
         ids, params = self.checked(prompt, params)
         stop = self.stop_condition(params)
-        return self._begin(Run(ids, self.runtime.plain(ids, params, stop), stop, None))
+        return self._begin(Run(ids, self.runtime.plain(ids, params, stop, scores), stop, None))
 
     def follow(self) -> None:
         """On ranks other than the lead: does their part of every answer, until the lead closes.
@@ -213,53 +253,3 @@ class PipelineDecoder:
                 f"max_length={self.max_length}: shorten one of them or raise max_length"
             )
         return ids, params if params.is_greedy else params.seeded()
-
-
-def check_method(drafter: Drafter, runtime: RuntimeName, draft_length: int | None) -> None:
-    """Raises `ValueError` for a runtime or an option that the drafter's method does not have."""
-    is_eagle = isinstance(drafter.module, Eagle3Drafter)
-    if is_eagle and runtime != "local":
-        raise ValueError(
-            f"runtime={runtime!r}: an EAGLE-3 drafter decodes on one device, without stages: use --runtime local"
-        )
-    if draft_length is not None and not is_eagle:
-        raise ValueError(f"draft_length={draft_length} is for EAGLE-3 drafters, and this is none: leave it out")
-
-
-def check_schedule(drafter: Drafter, schedule: Schedule | None) -> None:
-    """Raises `ValueError` for another schedule than the one that the drafter was trained for."""
-    if isinstance(drafter.module, Eagle3Drafter):
-        if schedule is not None:
-            raise ValueError(f"schedule={schedule!r}, but the drafter is EAGLE-3's, which has none: leave it out")
-        return
-    own = drafter.module.layout.schedule
-    if schedule not in (None, own):
-        raise ValueError(f"schedule={schedule!r}, but the drafter was trained for {own!r}: leave it out")
-
-
-def check_target(drafter: Drafter, name: str | None = None) -> str:
-    """Refuses a target that the drafter was not trained for; another quantisation or dtype of it is fine.
-
-    Args:
-        drafter: with its record.
-        name: folder or hub id; the drafter's own target when absent.
-
-    Returns:
-        The target's name.
-
-    Raises:
-        ValueError: naming what differs.
-    """
-    trained: dict[str, Any] = drafter.record["target"]
-    name = str(trained["name"]) if name is None else name
-    shape = read_target_shape(name)
-    wrong = [
-        f"{key} {getattr(shape, key)!r} instead of {trained[key]!r}"
-        for key in ("family", "num_layers", "hidden_size", "vocab_size")
-        if getattr(shape, key) != trained[key]
-    ]
-    if wrong:
-        raise ValueError(
-            f"target {name!r} is not the one that the drafter was trained for ({trained['name']!r}): {', '.join(wrong)}"
-        )
-    return name

@@ -4,11 +4,11 @@ It reads what it has received; whether a cycle's own stage forwards are among th
 transport.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from spd_lightning.inference.caches import KeyValueBuffer
@@ -47,6 +47,7 @@ class DraftSession:
         shape = (len(self.anchors), config.num_stages + 1, config.hidden_size)
         self.states = torch.zeros(shape, dtype=embedding.weight.dtype, device=weight.device)
         self.length = 0
+        self.visible: Tensor | None = None
 
     def clear(self) -> None:
         """Readies the session for another sequence."""
@@ -63,7 +64,8 @@ class DraftSession:
             anchors: states of all prompt positions at every anchor but 0.
         """
         states = [anchors[anchor] if anchor else self.embedding(tokens) for anchor in self.anchors]
-        self._run(self._features(states, self.num_stages), keep=tokens.shape[1])
+        count = tokens.shape[1]
+        self.run(self.features(states, self.num_stages), range(count), causal_mask(count, 0), keep=count)
 
     @torch.no_grad()
     def receive(self, position: int, anchors: Mapping[int, Float[Tensor, "1 1 dim"]]) -> None:
@@ -89,24 +91,38 @@ class DraftSession:
         positions = range(self.length, plan.newest + 1)
         depths = [self.layout.depth_when_drafting(plan.newest - position, plan.fill) for position in positions]
         rows = [self._row(position, depth) for position, depth in zip(positions, depths, strict=True)]
-        hidden = self._run(torch.cat(rows, dim=2), keep=depths.count(self.num_stages))
+        visible = causal_mask(len(rows), self.length)
+        hidden = self.run(torch.cat(rows, dim=2), positions, visible, keep=depths.count(self.num_stages))
         return self.drafter.lm_head(hidden[0, 0, -1])
 
     def _row(self, position: int, depth: int) -> Float[Tensor, "1 1 1 dim"]:
         """The feature of one token in flight, or of one that has just left."""
         states = self.states[:, position % (self.num_stages + 1)]
-        return self._features([state[None, None] for state in states], depth)
+        return self.features([state[None, None] for state in states], depth)
 
-    def _features(self, states: list[Tensor], depth: int) -> Float[Tensor, "1 1 seq dim"]:
+    def features(self, states: list[Tensor], depth: int) -> Float[Tensor, "1 1 seq dim"]:
         """`g^depth` of tokens, from as many anchor states as that depth has passed."""
         features, deepest = self.drafter.features, self.drafter.layout.deepest_anchor(depth)
         return features.project(features.join(states[: deepest + 1]), deepest)[:, None]
 
-    def _run(self, rows: Float[Tensor, "1 1 seq dim"], keep: int) -> Float[Tensor, "1 1 seq dim"]:
-        """The drafter's layers on rows that follow the cached ones; the first `keep` of them stay in the cache."""
-        count = rows.shape[2]
-        positions = torch.arange(self.length, self.length + count, device=rows.device)[None]
-        hidden = self.drafter.run_layers(rows, positions, [self._attend(buffer) for buffer in self.buffers], 1)
+    def run(
+        self,
+        rows: Float[Tensor, "1 1 seq dim"],
+        positions: Sequence[int],
+        visible: Bool[Tensor, "seq keys"] | None,
+        keep: int,
+    ) -> Float[Tensor, "1 1 seq dim"]:
+        """The drafter's layers on rows that follow the cached ones.
+
+        Args:
+            rows: features.
+            positions: of the rows.
+            visible: which cached and new rows each row sees; None: all.
+            keep: so many of them, the first ones, stay in the cache.
+        """
+        self.visible = None if visible is None else visible.to(rows.device)
+        position_ids = torch.tensor([list(positions)], device=rows.device)
+        hidden = self.drafter.run_layers(rows, position_ids, [self._attend(buffer) for buffer in self.buffers], 1)
         self.length += keep
         for buffer in self.buffers:
             buffer.rollback(self.length)
@@ -114,13 +130,14 @@ class DraftSession:
 
     def _attend(self, buffer: KeyValueBuffer) -> Attend:
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            count = key.shape[3]
             keys, values = buffer.append(key[:, :, 0], value[:, :, 0])
-            mask = None
-            if count > 1:
-                total = keys.shape[2]
-                mask = torch.ones(count, total, dtype=torch.bool, device=key.device).tril(total - count)
+            mask = self.visible
             out = F.scaled_dot_product_attention(query[:, :, 0], keys, values, attn_mask=mask, enable_gqa=True)
             return out[:, :, None]
 
         return attend
+
+
+def causal_mask(count: int, cached: int) -> Bool[Tensor, "count keys"] | None:
+    """Each of `count` new rows sees the cached ones, those before it and itself; None for a single one, which sees all."""
+    return torch.ones(count, cached + count, dtype=torch.bool).tril(cached) if count > 1 else None

@@ -116,9 +116,16 @@ class Purpose(IntEnum):
     NOISE = 3  # the noise that target and draft share in coupled sampling
 
 
-def uniform(seed: int, position: int, purpose: Purpose) -> float:
-    """A number in [0, 1), a pure function of its key; `position` is that of the token to be drawn."""
-    return (_key(seed, position, purpose) >> 11) * 2.0**-53
+def uniform(seed: int, position: int, purpose: Purpose, candidate: int = 0) -> float:
+    """A number in [0, 1), a pure function of its key.
+
+    Args:
+        seed: of the request.
+        position: of the token to be drawn.
+        purpose: of the draw.
+        candidate: of several for one position, in the order in which they are drawn; the first is a chain's only one.
+    """
+    return (_key(seed, position, purpose, candidate) >> 11) * 2.0**-53
 
 
 def gumbel_noise(seed: int, position: int, token_ids: Int64[Tensor, " tokens"]) -> Float64[Tensor, " tokens"]:
@@ -150,9 +157,10 @@ def _ranking(logits: Float[Tensor, " vocab"]) -> Int64[Tensor, " vocab"]:
     return logits.sort(descending=True, stable=True).indices
 
 
-def _key(seed: int, position: int, purpose: Purpose) -> int:
+def _key(seed: int, position: int, purpose: Purpose, candidate: int = 0) -> int:
     """64 well mixed bits."""
-    return int.from_bytes(blake2b(f"{seed} {position} {purpose:d}".encode(), digest_size=8).digest(), "little")
+    key = f"{seed} {position} {purpose:d}" + (f" {candidate}" if candidate else "")
+    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
 
 
 def _signed(bits: int) -> int:

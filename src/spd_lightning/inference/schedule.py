@@ -42,6 +42,15 @@ class CyclePlan:
         """The position that stage `1..n` advances in this cycle, if any: the one of depth `stage - 1`."""
         return self.newest - stage + 1 if stage <= self.fill else None
 
+    def count_at(self, stage: int) -> int:
+        """How many tokens stage `1..n` advances in this cycle."""
+        return 0 if self.position_at(stage) is None else 1
+
+    @property
+    def num_leaves(self) -> int:
+        """How many tokens a draft is made behind."""
+        return 1
+
     @property
     def drafted(self) -> int:
         """The position that the drafter proposes a token for."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
-from spd_lightning.modules.target import TargetDtype, TargetShape, explained_loading, target_shape
+from spd_lightning.modules.target import GAIN_OFFSETS, TargetDtype, TargetShape, explained_loading, target_shape
 from spd_lightning.modules.target_files import locate_target
 
 SINGLE_FILE = "model.safetensors"
@@ -129,6 +129,20 @@ def load_embedding(name_or_path: str, dtype: TargetDtype = "auto", device: torch
         raise ValueError(f"target {name_or_path!r} lacks {key}: the checkpoint is incomplete, download it again")
     with explained_loading(name_or_path, "the embedding"):
         return nn.Embedding.from_pretrained(files.read([key], wanted_dtype, device)[key])
+
+
+def load_final_norm_gain(name_or_path: str) -> Tensor:
+    """The factor that a target's final norm applies, whatever form its family stores it in; in float64.
+
+    Raises:
+        ValueError: as `load_stage`.
+    """
+    _, shape, files, wanted_dtype = _open_target(name_or_path, "auto")
+    key = f"{files.body_prefix}norm.weight"
+    if key not in files.file_of:
+        raise ValueError(f"target {name_or_path!r} lacks {key}: the checkpoint is incomplete, download it again")
+    with explained_loading(name_or_path, "the final norm"):
+        return files.read([key], wanted_dtype, "cpu")[key].double() + GAIN_OFFSETS[shape.family]
 
 
 @dataclass(frozen=True)

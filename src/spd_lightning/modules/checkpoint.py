@@ -27,10 +27,10 @@ from spd_lightning.modules.drafter import PipelineDraftModule
 from spd_lightning.modules.drafter_config import DrafterConfig
 from spd_lightning.modules.eagle.eagle_config import Eagle3Config
 from spd_lightning.modules.eagle.eagle_drafter import Eagle3Drafter
+from spd_lightning.modules.hub import CONFIG_FILE, WEIGHTS_FILE, locate_drafter
 from spd_lightning.modules.target import TargetShape
 
 FORMAT, FORMAT_VERSION = "spd-lightning-drafter", 1
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "drafter.safetensors"
 STATE_PREFIX = "drafter."
 EAGLE3 = "eagle3"
 """The `method` of a record whose drafter is EAGLE-3's; all others are Pipeline Draft Modules."""
@@ -48,9 +48,11 @@ class Drafter:
 def conventions(config: DrafterConfig | Eagle3Config) -> dict[str, Any]:
     """How the weights are meant: what a reader must do with them."""
     own = {"method": EAGLE3} if isinstance(config, Eagle3Config) else {"method": "spd", "schedule": config.schedule}
+    scaling = getattr(config, "rope_scaling", None)
     return own | {
         "norm_convention": "weight",  # gains are stored as they are applied, never as the `w` of `1 + w`
-        "rotary": {"theta": config.rope_theta, "dims": config.head_dim, "layout": "half_split"},
+        "rotary": {"theta": config.rope_theta, "dims": config.rotary_dims, "layout": "half_split"}
+        | ({} if scaling is None else {"scaling": {"type": "llama3", **asdict(scaling)}}),
     }
 
 
@@ -61,6 +63,7 @@ def drafter_record(
     tokenizer: Mapping[str, Any],
     draft_vocab: DraftVocab,
     metrics: Mapping[str, float],
+    provenance: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The JSON that stands beside a drafter's weights.
 
@@ -71,6 +74,7 @@ def drafter_record(
         tokenizer: name, number of tokens, hash, template hash and EOS ids of the target's tokenizer.
         draft_vocab: the draft vocabulary, which travels with the drafter.
         metrics: the last logged figures.
+        provenance: what else is known of where the drafter comes from; JSON-ready.
     """
     return {
         "format": FORMAT,
@@ -85,6 +89,7 @@ def drafter_record(
             "python": platform.python_version(),
             "versions": {package: version(package) for package in RECORDED_PACKAGES},
             "metrics": dict(metrics),
+            **(provenance or {}),
         },
     }
 
@@ -96,18 +101,19 @@ def save_drafter(folder: Path, state: Mapping[str, Tensor], record: Mapping[str,
         weights, config = Path(scratch) / WEIGHTS_FILE, Path(scratch) / CONFIG_FILE
         save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, weights)
         config.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        weights.chmod(config.stat().st_mode)  # safetensors lets nobody else read what it writes
         (folder / CONFIG_FILE).unlink(missing_ok=True)  # never an old configuration beside new weights
         os.replace(weights, folder / WEIGHTS_FILE)
         os.replace(config, folder / CONFIG_FILE)
 
 
 def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Drafter:
-    """Reads a drafter folder.
+    """Reads a drafter folder, a local one or one of the hub (see `locate_drafter`).
 
     Raises:
         ValueError: if the folder is missing, incomplete, of another format version or contradicts itself.
     """
-    folder = Path(folder)
+    folder = locate_drafter(folder)
     record, config = read_drafter_config(folder)
     weights = folder / WEIGHTS_FILE
     if not weights.is_file():
@@ -127,12 +133,13 @@ def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device:
     return Drafter(module.to(device=device, dtype=dtype).eval().requires_grad_(False), record)
 
 
-def read_drafter_config(folder: Path) -> tuple[dict[str, Any], DrafterConfig | Eagle3Config]:
-    """The record of a drafter folder and what it says of the drafter, without its weights.
+def read_drafter_config(folder: str | Path) -> tuple[dict[str, Any], DrafterConfig | Eagle3Config]:
+    """The record of a drafter folder, local or on the hub, and what it says of the drafter, without its weights.
 
     Raises:
         ValueError: if the folder is missing, of another format version, or its record is incomplete or contradictory.
     """
+    folder = locate_drafter(folder)
     record = read_record(folder)
     try:
         config = (Eagle3Config if record["method"] == EAGLE3 else DrafterConfig).from_dict(record["drafter"])
@@ -203,15 +210,28 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         return consolidate(path)
     if not path.is_file():
         raise ValueError(f"{path}: there is no checkpoint here")
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path}: not a readable checkpoint (no file of torch.save, or an incomplete one)")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path}: not a readable checkpoint ({type(error).__name__})") from error
+    content = read_saved(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path}: not a checkpoint of a training run (it holds a {type(content).__name__})")
     return content
+
+
+def read_saved(path: Path) -> Any:
+    """What `torch.save` wrote into a file, tensors on the CPU; only tensors and plain values are read.
+
+    Raises:
+        ValueError: if it is damaged, no such file, or holds anything else, which could run code when it is read.
+    """
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path}: not a readable checkpoint (no file of torch.save, or an incomplete one)")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path}: not a readable checkpoint (it holds more than tensors and plain values, which could run code)"
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError) as error:
+        raise ValueError(f"{path}: not a readable checkpoint ({type(error).__name__})") from error
 
 
 def check_resumable(path: Path) -> None:

@@ -5,18 +5,29 @@ Knows the trainer and the data module's vocabulary; knows no drafter's architect
 
 import math
 from abc import abstractmethod
+from dataclasses import MISSING, asdict, fields
 from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from lightning import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from spd_lightning.modules.batch import ReplicatedBatch
-from spd_lightning.modules.checkpoint import drafter_record
+from spd_lightning.modules.checkpoint import drafter_record, load_drafter, read_drafter_config
 from spd_lightning.modules.draft_vocab import DraftVocab
 from spd_lightning.modules.drafter import DraftModule
+from spd_lightning.modules.drafter_config import DrafterConfig
+from spd_lightning.modules.eagle.eagle_config import Eagle3Config
 from spd_lightning.modules.features import FeatureLayout
+from spd_lightning.modules.init_from import (
+    ARITHMETIC,
+    STRUCTURAL,
+    carry_over,
+    changed_settings,
+    check_source,
+)
 from spd_lightning.modules.learning_rate import use_own_rates, warmup_then_decay
 from spd_lightning.modules.losses import TargetHead
 from spd_lightning.modules.resume import rewind_to_last_step
@@ -40,18 +51,22 @@ class DistillationData(Protocol):
     draft_vocab: DraftVocab
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
+    sources: list[Any]
 
 
 class Distillation(LightningModule, Generic[DrafterModule]):
     """Trains a drafter by distillation from a frozen target; subclasses say which, and take its steps.
 
-    A subclass sets `target_shape` and `layout` when it is made, and saves its arguments as hyper-parameters: `target`,
-    `target_dtype`, `compile_target`, `lr`, `warmup_steps` and `weight_decay` are read here.
+    A subclass sets `target_shape`, `layout` and `source_config` when it is made, and saves its arguments as
+    hyper-parameters: `target`, `target_dtype`, `compile_target`, `init_from`, `lr`, `warmup_steps` and `weight_decay`
+    are read here.
     """
 
     target_shape: TargetShape
     layout: FeatureLayout
     """Of the batches that the data module makes."""
+    source_config: DrafterConfig | Eagle3Config | None = None
+    """Of the drafter that training begins with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,10 +87,22 @@ class Distillation(LightningModule, Generic[DrafterModule]):
     def data(self) -> DistillationData:
         return cast(DistillationData, cast(Any, self.trainer).datamodule)
 
+    def read_source(self, init_from: str | None, is_eagle: bool) -> DrafterConfig | Eagle3Config | None:
+        """The configuration of the drafter that training begins with, if there is one, checked against the target."""
+        if init_from is None:
+            return None
+        _, source = read_drafter_config(init_from)
+        check_source(source, is_eagle, self.target_shape)
+        return source
+
+    def option(self, name: str, default: Any) -> Any:
+        """A hyper-parameter; where it says nothing, what the drafter that training begins with has, or the default."""
+        given = self.hparams[name]
+        return getattr(self.source_config, name, default) if given is None else given
+
     def target_sizes(self) -> dict[str, Any]:
-        """The drafter's sizes: the hyper-parameters, and the target's where they say nothing."""
-        given, shape = self.hparams, self.target_shape
-        return {name: getattr(shape, name) if given[name] is None else given[name] for name in TARGET_SIZES}
+        """The drafter's sizes: the hyper-parameters, or the first drafter's and the target's where they say nothing."""
+        return {name: self.option(name, getattr(self.target_shape, name)) for name in TARGET_SIZES}
 
     def setup(self, stage: str) -> None:
         if self.trainer.precision not in PRECISIONS:
@@ -100,12 +127,29 @@ class Distillation(LightningModule, Generic[DrafterModule]):
         generator = torch.Generator().manual_seed(torch.initial_seed() % 2**63)
         head_rows = target.head_rows(token_ids)
         drafter.initialize(token_ids, target.final_norm_gain.cpu(), head_rows.cpu(), generator)
+        self.tokenizer_record = tokenizer_record(self.data.tokenizer, self.data.eos_token_ids)
+        if self.hparams["init_from"] is not None:
+            self.begin_with(self.hparams["init_from"], drafter)
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
             drafter.to(device)
             shard_drafter(drafter, cast(Any, self.device_mesh)["data_parallel"])
-        self.tokenizer_record = tokenizer_record(self.data.tokenizer, self.data.eos_token_ids)
         # The target is not a module, so it reaches neither the checkpoint nor the optimizer.
         self.target, self.drafter = target, drafter
+
+    def begin_with(self, init_from: str, drafter: DrafterModule) -> None:
+        """Gives the drafter the weights of another one, and says what it has not got of it."""
+        source = load_drafter(init_from)
+        if source.record["tokenizer"]["hash"] != self.tokenizer_record["hash"]:
+            raise ValueError(
+                f"model.init_from={init_from!r}: the drafter was trained with another tokenizer than this run's, so its "
+                "token ids mean something else"
+            )
+        told = carry_over(source.module, drafter)
+        configs = source.module.config, cast(Any, drafter).config
+        for line in changed_settings(*configs, ARITHMETIC):
+            rank_zero_warn(f"init_from {init_from}: {line}: the same weights compute something else", stacklevel=2)
+        for line in [*changed_settings(*configs, STRUCTURAL), *told] or ["all weights are carried over"]:
+            rank_zero_info(f"init_from {init_from}: {line}")
 
     def on_fit_start(self) -> None:
         strangers = [name for name, _ in self.named_parameters() if not name.startswith("drafter.")]
@@ -164,6 +208,10 @@ class Distillation(LightningModule, Generic[DrafterModule]):
             tokenizer=self.tokenizer_record,
             draft_vocab=self.data.draft_vocab,
             metrics=metrics,
+            provenance={
+                "data": [_stated(source) for source in self.data.sources],
+                "init_from": self.hparams["init_from"],
+            },
         )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -174,7 +222,8 @@ class Distillation(LightningModule, Generic[DrafterModule]):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuses a checkpoint of another drafter: same shapes do not make the same draft vocabulary."""
         assert self.drafter is not None
-        saved, here = checkpoint["drafter"]["drafter"], cast(Any, self.drafter).config.to_dict()
+        config = cast(Any, self.drafter).config
+        saved, here = default_settings(type(config)) | checkpoint["drafter"]["drafter"], config.to_dict()
         if different := [name for name in here if saved.get(name) != here[name]]:
             raise ValueError(
                 f"the checkpoint's drafter has {', '.join(f'{name}={saved.get(name)!r}' for name in different)}, this "
@@ -185,6 +234,17 @@ class Distillation(LightningModule, Generic[DrafterModule]):
                 "the checkpoint's draft vocabulary is not this run's: resume with the same training data, or export "
                 "the checkpoint and give its drafter folder as data.draft_vocab"
             )
+
+
+def default_settings(config_class: type) -> dict[str, Any]:
+    """Settings that older checkpoints do not name, with what they were then; JSON-ready as `to_dict`."""
+    defaults = {field.name: field.default for field in fields(config_class) if field.default is not MISSING}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+
+
+def _stated(source: Any) -> dict[str, Any]:
+    """The options of a data source that say something."""
+    return {name: value for name, value in asdict(source).items() if value is not None}
 
 
 def check_rates(lr: float, weight_decay: float, **counts: tuple[int, int]) -> None:

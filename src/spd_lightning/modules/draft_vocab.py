@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from spd_lightning.modules.hub import locate_drafter
+
 _OWN_KEYS = ("token_ids", "counts", "draft_vocab_size")
 
 
@@ -53,7 +55,7 @@ class DraftVocab:
         """Reads a draft vocabulary file (design §10) or that of a drafter folder.
 
         Args:
-            path: a JSON file, or a folder whose `config.json` has a `draft_vocab`.
+            path: a JSON file, or a folder or hub id of a drafter, whose `config.json` has a `draft_vocab`.
             num_tokens: `len(tokenizer)` of the target; every id must lie below.
             tokenizer_hash: the target's; compared when the file states one.
 
@@ -61,6 +63,8 @@ class DraftVocab:
             ValueError: if the file is missing or malformed, or was made for another tokenizer.
         """
         path = Path(path)
+        if path.suffix != ".json":
+            path = locate_drafter(path)
         try:
             vocab = cls._from_json(_read_object(path), tokenizer_hash)
             vocab.check_range(num_tokens)

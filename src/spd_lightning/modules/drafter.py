@@ -11,16 +11,20 @@ from torch import Tensor, nn
 
 from spd_lightning.modules.decoder_layer import Attend, DrafterLayer, RMSNorm, rotary_tables
 from spd_lightning.modules.drafter_config import DrafterConfig
+from spd_lightning.modules.flex_attention import flex_attention
+from spd_lightning.modules.packed_rows import PackedRows
 from spd_lightning.modules.structural_attention import StructuralAttention, chunked_attention
 
 INIT_STD = 0.02
+KEPT_PREFIX = "kept_projection_"
 
 
 class FeatureProjections(nn.Module):
     """`g^k = W_{agg(k)} [H^{b_0}; ...; H^{b_agg(k)}]` (design §2), with the optional feature norm of §3.
 
     There is one projection per anchor count that some depth reaches, and one gain per anchor that some projection
-    reads: every parameter has a gradient in every batch.
+    reads: every parameter has a gradient in every batch. Projections that a published file has beyond these are
+    buffers: they travel with the drafter, and nothing reads or trains them.
     """
 
     def __init__(self, config: DrafterConfig) -> None:
@@ -34,6 +38,9 @@ class FeatureProjections(nn.Module):
             RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.feature_norm == "rms" else nn.Identity()
             for _ in range(self.num_anchors)
         )
+        for i in config.kept_projections:
+            shape = (config.hidden_size, (i + 1) * config.hidden_size)
+            self.register_buffer(f"{KEPT_PREFIX}{i}", torch.zeros(shape))
 
     def join(self, states: Sequence[Float[Tensor, "*batch dim"]]) -> Float[Tensor, "*batch joined"]:
         """The states of the first anchors side by side, normalised where the drafter says so."""
@@ -121,7 +128,8 @@ class PipelineDraftModule(DraftModule):
             attends: one attention callable per layer.
             num_query_rows: row types, counted from the first, whose output is wanted.
         """
-        rotary = rotary_tables(position_ids, self.config.head_dim, self.config.rope_theta)
+        config = self.config
+        rotary = rotary_tables(position_ids, config.rotary_dims, config.rope_theta, config.rope_scaling)
         for layer, attend in zip(self.layers, attends, strict=True):
             is_last = layer is self.layers[-1]
             hidden = layer(hidden, rotary, attend, num_query_rows if is_last else hidden.shape[1])
@@ -137,12 +145,19 @@ class PipelineDraftModule(DraftModule):
 
         Args:
             states: raw target states at `anchors[:features.num_anchors]`.
-            position_ids: token positions.
+            position_ids: token positions, the same in every sequence.
             visible_row: the structural mask (see `ReplicatedBatch`).
         """
+        hidden, packed = self.replicate(states), PackedRows(visible_row)
+        # FlexAttention is compiled for each number of rows.
+        is_whole = packed.is_whole or self.structural_attention is flex_attention
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return self.structural_attention(query, key, value, visible_row)
+            if is_whole:
+                return self.structural_attention(query, key, value, visible_row)
+            return packed.attend(self.structural_attention, query, key, value)
 
-        hidden = self.replicate(states)
-        return self.run_layers(hidden, position_ids, [attend] * len(self.layers), num_query_rows=1)[:, 0]
+        attends = [attend] * len(self.layers)
+        if is_whole:
+            return self.run_layers(hidden, position_ids, attends, num_query_rows=1)[:, 0]
+        return packed.newest(self.run_layers(packed.pack(hidden), position_ids[:1], attends, packed.num_sequences))

@@ -7,6 +7,31 @@ from spd_lightning.modules.features import FeatureLayout, RowMode, Schedule
 
 FeatureNorm = Literal["none", "rms"]
 Method = Literal["spd", "spd_post", "ppsd"]
+TUPLES = ("stage_layers", "anchors", "kept_projections")
+"""Of the configuration; JSON has lists in their place."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How Llama 3.1 and later stretch rotary positions (`rope_type: llama3`), by Transformers' names.
+
+    Args:
+        factor: by which slow turns are slowed down.
+        low_freq_factor: turns of less than so many rounds within the original length are slow.
+        high_freq_factor: turns of more than so many are fast, and stay as they are; between, they are blended.
+        original_max_position_embeddings: the original length.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        if not (self.factor > 0 and 0 < self.low_freq_factor < self.high_freq_factor):
+            raise ValueError(
+                f"rope_scaling={asdict(self)}: factors must be positive, and the low one below the high one"
+            )
 
 
 @dataclass(frozen=True)
@@ -23,12 +48,17 @@ class DrafterConfig:
         intermediate_size: width of the gated MLP.
         num_heads: query heads.
         num_kv_heads: key and value heads.
-        head_dim: width of a head; rotary covers all of it.
+        head_dim: width of a head.
         rope_theta: rotary base.
         rms_norm_eps: epsilon of every norm.
         feature_norm: `rms` normalises each anchor state, with a learned gain per anchor, before they are joined.
         draft_vocab_size: rows of the draft head.
         schedule: `pre_step` or `post_step`; folders that do not say are `pre_step`.
+        gated_attention: whether each head's output passes a gate of its own, as in Qwen3.5's full-attention layers.
+        partial_rotary_factor: share of a head, from its first dimension on, that rotary positions turn.
+        rope_scaling: of drafters that came with a target whose own positions are scaled.
+        kept_projections: indices of anchors that no depth reaches, but whose projection came with a published file:
+            kept as it is, never used and never trained.
     """
 
     num_stages: int
@@ -46,6 +76,10 @@ class DrafterConfig:
     feature_norm: FeatureNorm
     draft_vocab_size: int
     schedule: Schedule = "pre_step"
+    gated_attention: bool = False
+    partial_rotary_factor: float = 1.0
+    rope_scaling: RopeScaling | None = None
+    kept_projections: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_layer_sizes(self)
@@ -57,6 +91,22 @@ class DrafterConfig:
             raise ValueError(f"feature_norm={self.feature_norm!r}: must be 'none' or 'rms'")
         if self.draft_vocab_size < 1:
             raise ValueError(f"draft_vocab_size={self.draft_vocab_size}: the draft head needs at least one row")
+        if not 0 < self.partial_rotary_factor <= 1 or self.rotary_dims < 2 or self.rotary_dims % 2:
+            raise ValueError(
+                f"partial_rotary_factor={self.partial_rotary_factor}: of head_dim={self.head_dim} it leaves "
+                f"{self.rotary_dims} dimensions to turn, which must be an even number above 0, and all of them at most"
+            )
+        unreached = sorted(set(range(len(self.anchors))) - set(self.layout.used_anchor_indices))
+        if strange := sorted(set(self.kept_projections) - set(unreached)):
+            raise ValueError(
+                f"kept_projections={list(self.kept_projections)}: {strange} are used, or no anchors; only those of "
+                f"anchors that no depth reaches are kept aside ({unreached})"
+            )
+
+    @property
+    def rotary_dims(self) -> int:
+        """Dimensions of a head that rotary positions turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def layout(self) -> FeatureLayout:
@@ -77,11 +127,13 @@ class DrafterConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict that `from_dict` takes back."""
-        return asdict(self) | {"stage_layers": list(self.stage_layers), "anchors": list(self.anchors)}
+        return asdict(self) | {name: list(getattr(self, name)) for name in TUPLES}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "DrafterConfig":
-        restored: dict[str, Any] = values | {key: tuple(values[key]) for key in ("stage_layers", "anchors")}
+        restored: dict[str, Any] = {name: tuple(value) if name in TUPLES else value for name, value in values.items()}
+        if scaling := restored.get("rope_scaling"):
+            restored["rope_scaling"] = RopeScaling(**scaling)
         return cls(**restored)
 
 

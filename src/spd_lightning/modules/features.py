@@ -30,6 +30,21 @@ def visible_depth(depth: int, distance: int, fill: int, num_stages: int) -> int:
     return min(num_stages, depth + distance)
 
 
+def needed_rows(visible_row: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The row types that the newest one sees, or that a row type sees that it sees, and so on; ascending.
+
+    With `a` tokens in flight no draft ever depends on the depths `a .. n-1` (design §4).
+
+    Args:
+        visible_row: one fill level's entry of `FeatureLayout.visibility_table`.
+    """
+    needed, unseen = set[int](), {0}
+    while unseen:
+        needed |= unseen
+        unseen = {seen for row in unseen for seen in visible_row[row]} - needed
+    return tuple(sorted(needed))
+
+
 def auto_anchors(ends: Sequence[int]) -> tuple[int, ...]:
     """Every stage boundary, with `L-1` in place of `L` unless the last stage begins there (design §2)."""
     num_layers = ends[-1]

@@ -3,7 +3,7 @@
 Knows the trainer and the data module's vocabulary; knows no tokenizer internals and no sources.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Literal
 
 import torch
@@ -15,6 +15,7 @@ from spd_lightning.modules.distillation import Distillation, check_rates
 from spd_lightning.modules.drafter import PipelineDraftModule
 from spd_lightning.modules.drafter_config import DrafterConfig, FeatureNorm
 from spd_lightning.modules.features import AnchorRule, FeatureLayout, RowMode, Schedule
+from spd_lightning.modules.init_from import kept_projections
 from spd_lightning.modules.losses import LossName, TargetHead, distillation_loss, full_argmax
 from spd_lightning.modules.metrics import FillAcceptance, acceptance_sums
 from spd_lightning.modules.model_size import resolve_stage_layers
@@ -36,12 +37,17 @@ class DistillationModule(Distillation[PipelineDraftModule]):
             `first_stage` the end of the first stage alone (post-step; with one layer this is PPSD).
         rows: `exact` has one row type per depth, `shared` one per anchor count (as published).
         schedule: `pre_step` drafts while the stages run; `post_step` waits for them and sees one stage more (ablation).
+        init_from: folder or hub id of a drafter whose weights training begins with, as far as they have a place in the
+            new one; what has none is initialised and listed. Its draft vocabulary is another option: data.draft_vocab.
         num_spec_layers: decoder layers `L_s` of the drafter; about `L/n - 1` hides behind one stage.
-        num_heads: query heads of the drafter; the target's when absent.
-        num_kv_heads: key and value heads of the drafter; the target's when absent.
-        head_dim: head width of the drafter; the target's when absent.
-        intermediate_size: MLP width of the drafter; the target's when absent.
-        rope_theta: rotary base of the drafter, on the full head.
+        num_heads: query heads of the drafter; those of `init_from`, else the target's, when absent.
+        num_kv_heads: key and value heads of the drafter; likewise.
+        head_dim: head width of the drafter; likewise.
+        intermediate_size: MLP width of the drafter; likewise.
+        gated_attention: whether the drafter's layers are those of Qwen3.5's full attention, in which each head's output
+            passes a gate (published drafters for Qwen3.5 have them); as `init_from`, else false, when absent.
+        rope_theta: rotary base of the drafter.
+        partial_rotary_factor: share of each head that rotary positions turn; as `init_from`, else 1, when absent.
         feature_norm: `rms` normalises each anchor state with a learned gain before they are joined; `none` does not.
         attention: structural attention backend: `chunked`, `flex` (FlexAttention, GPU only) or their naive twin `dense`.
         loss: `kl` (target to drafter), `reverse_kl`, or `tv` (one minus the expected acceptance).
@@ -61,12 +67,15 @@ class DistillationModule(Distillation[PipelineDraftModule]):
         anchors: list[int] | AnchorRule = "auto",
         rows: RowMode = "exact",
         schedule: Schedule = "pre_step",
+        init_from: str | None = None,
         num_spec_layers: int = 2,
         num_heads: int | None = None,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         intermediate_size: int | None = None,
+        gated_attention: bool | None = None,
         rope_theta: float = 1e6,
+        partial_rotary_factor: float | None = None,
         feature_norm: FeatureNorm = "rms",
         attention: Literal["chunked", "flex", "dense"] = "chunked",
         loss: LossName = "kl",
@@ -83,12 +92,13 @@ class DistillationModule(Distillation[PipelineDraftModule]):
         self.target_shape = shape = read_target_shape(target)
         split = resolve_stage_layers(target, num_stages, stage_layers)
         self.layout = FeatureLayout.build(shape.num_layers, num_stages, split, anchors, rows, schedule)
+        self.source_config = self.read_source(init_from, is_eagle=False)
         self.validation_acceptance = FillAcceptance(num_stages)
 
     def drafter_config(self, draft_vocab_size: int) -> DrafterConfig:
         """The drafter's shape: the hyper-parameters, and the target's sizes where they say nothing."""
-        given, shape = self.hparams, self.target_shape
-        return DrafterConfig(
+        given, shape, source = self.hparams, self.target_shape, self.source_config
+        config = DrafterConfig(
             num_stages=self.layout.num_stages,
             **asdict(self.layout),
             num_spec_layers=given["num_spec_layers"],
@@ -98,7 +108,13 @@ class DistillationModule(Distillation[PipelineDraftModule]):
             rms_norm_eps=shape.rms_norm_eps,
             feature_norm=given["feature_norm"],
             draft_vocab_size=draft_vocab_size,
+            gated_attention=self.option("gated_attention", False),
+            partial_rotary_factor=self.option("partial_rotary_factor", 1.0),
         )
+        if isinstance(source, DrafterConfig):
+            kept = kept_projections(source, config)
+            config = replace(config, kept_projections=kept, rope_scaling=source.rope_scaling)
+        return config
 
     def make_drafter(self, draft_vocab_size: int) -> PipelineDraftModule:
         return PipelineDraftModule(self.drafter_config(draft_vocab_size), BACKENDS[self.hparams["attention"]])

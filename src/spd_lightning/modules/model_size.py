@@ -182,6 +182,7 @@ class DrafterSize:
     """A drafter as far as memory goes (design §3).
 
     Attributes:
+        gate_width: outputs of the queries' projection that are gates; 0 without gated attention.
         projection_inputs: states that each feature projection reads, one entry a projection.
         num_gains: anchors with a learned norm gain; 0 without the feature norm.
         draft_vocab_size: rows of the draft head.
@@ -196,6 +197,7 @@ class DrafterSize:
     projection_inputs: tuple[int, ...]
     num_gains: int
     draft_vocab_size: int
+    gate_width: int = 0
 
     @classmethod
     def of(
@@ -209,20 +211,22 @@ class DrafterSize:
         head_dim: int | None = None,
         intermediate_size: int | None = None,
         feature_norm: str = "rms",
+        gated_attention: bool = False,
     ) -> "DrafterSize":
         """The drafter for a target and a layout; the target's sizes where nothing is given."""
         width = head_dim or target.head_dim
-        used = layout.used_anchor_indices
+        used, query_width = layout.used_anchor_indices, (num_heads or target.num_heads) * width
         return cls(
             hidden_size=target.hidden_size,
             intermediate_size=intermediate_size or target.intermediate_size,
-            query_width=(num_heads or target.num_heads) * width,
+            query_width=query_width,
             kv_width=(num_kv_heads or target.num_kv_heads) * width,
             head_dim=width,
             num_layers=num_spec_layers,
             projection_inputs=tuple(index + 1 for index in used),
             num_gains=used[-1] + 1 if feature_norm == "rms" else 0,
             draft_vocab_size=draft_vocab_size,
+            gate_width=query_width if gated_attention else 0,
         )
 
     @property
@@ -238,7 +242,7 @@ class DrafterSize:
     @property
     def matrix_parameters(self) -> int:
         """The weights of one decoder layer's linear maps."""
-        attention = 2 * self.hidden_size * (self.query_width + self.kv_width)
+        attention = self.hidden_size * (2 * self.query_width + self.gate_width + 2 * self.kv_width)
         return attention + 3 * self.hidden_size * self.intermediate_size
 
     @property
@@ -258,5 +262,6 @@ class DrafterSize:
             num_positions: tokens of a batch, padding included.
             num_rows: row types.
         """
-        per_row = 24 * self.hidden_size + 12 * (self.query_width + self.kv_width) + 10 * self.intermediate_size
+        attention = 12 * (self.query_width + self.kv_width) + 6 * self.gate_width
+        per_row = 24 * self.hidden_size + attention + 10 * self.intermediate_size
         return num_positions * num_rows * (self.num_layers * per_row + 4 * self.hidden_size)

@@ -151,13 +151,14 @@ def chunked_attention(
     bias = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
     keys, values = ChunkKeys.apply(key, bounds), ChunkKeys.apply(value, bounds)
     outputs = []
-    for start, (low, end), chunk_key, chunk_value in zip(starts, bounds, keys, values, strict=True):
+    chunks = zip(query.split(length, dim=3), starts, bounds, keys, values, strict=True)
+    for chunk_query, start, (low, end), chunk_key, chunk_value in chunks:
         count, cut = end - start, max(0, band - start)  # positions of the band that lie before the sequence
         columns = slice(seq + cut * rows - low, seq + (band + count) * rows)
         mask = bias[:, :, :, :count, columns].flatten(1, 3)[:, None]  # batch 1 (group query_rows queries) keys
         if mask.is_cuda:
             mask = mask.contiguous()  # the fused kernels want it aligned, and a view begins anywhere
-        chunk_query = query[:, :, :, start:end].unflatten(1, (kv_heads, group)).flatten(2, 4)
+        chunk_query = chunk_query.unflatten(1, (kv_heads, group)).flatten(2, 4)
         out = F.scaled_dot_product_attention(chunk_query, chunk_key, chunk_value, attn_mask=mask)
         outputs.append(out.unflatten(2, (group, num_query_rows, count)))
     return torch.cat(outputs, dim=4).flatten(1, 2)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spd_lightning.modules.batch import ReplicatedBatch
 from spd_lightning.modules.drafter_config import DrafterConfig
-from spd_lightning.modules.features import FeatureLayout
+from spd_lightning.modules.features import FeatureLayout, needed_rows
 from spd_lightning.modules.model_size import DrafterSize, TargetSize, read_target_size
 
 
@@ -21,12 +21,13 @@ from spd_lightning.modules.model_size import DrafterSize, TargetSize, read_targe
 class TrainingFlops(Protocol):
     """Operations that a training step of some drafter needs; `StepFlops` says what is counted."""
 
-    def of(self, lengths: Int[Tensor, " batch"], num_supervised: int) -> float:
+    def of(self, lengths: Int[Tensor, " batch"], num_supervised: int, fill: Int[Tensor, " batch"]) -> float:
         """Of one batch.
 
         Args:
             lengths: tokens of each sequence.
             num_supervised: positions at which the loss is taken.
+            fill: tokens in flight that each sequence simulates.
         """
         ...
 
@@ -64,8 +65,9 @@ class StepFlops:
     Args:
         target: runs forward once; of its head the rows of the draft vocabulary, at supervised positions.
         drafter: runs forward, and backward at twice the cost.
-        layout: its row types. Each token is projected once for each anchor count. In the last layer all rows give keys
-            and values, but only the newest one is a query and passes the MLP.
+        layout: its row types, of which each sequence has those that its fill level needs. Each token is projected once
+            for each anchor count. In the last layer all rows give keys and values, but only the newest one is a query
+            and passes the MLP.
     """
 
     target: TargetSize
@@ -76,34 +78,31 @@ class StepFlops:
     def of_run(cls, target: str, config: DrafterConfig) -> "StepFlops":
         """Of the run that distils this drafter from the target of that name."""
         size = read_target_size(target)
-        names = ("num_spec_layers", "draft_vocab_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+        sizes = ("num_spec_layers", "draft_vocab_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+        names = (*sizes, "gated_attention")
         drafter = DrafterSize.of(size, config.layout, **{name: getattr(config, name) for name in names})
         return cls(size, drafter, config.layout)
 
-    def of(self, lengths: Int[Tensor, " batch"], num_supervised: int) -> float:
-        """Of one batch.
-
-        Args:
-            lengths: tokens of each sequence.
-            num_supervised: positions at which the loss is taken.
-        """
-        tokens, pairs = tokens_and_pairs(lengths)
-        return self._target(tokens, pairs, num_supervised) + 3 * self._drafter(tokens, pairs, num_supervised)
+    def of(self, lengths: Int[Tensor, " batch"], num_supervised: int, fill: Int[Tensor, " batch"]) -> float:
+        """Of one batch (see `TrainingFlops`)."""
+        drafter = 2 * self.drafter.head_parameters * num_supervised
+        for level in fill.unique().tolist():
+            drafter += self._rows(*tokens_and_pairs(lengths[fill == level]), level)
+        return self._target(*tokens_and_pairs(lengths), num_supervised) + 3 * drafter
 
     def _target(self, tokens: float, pairs: float, num_supervised: int) -> float:
         return target_flops(self.target, self.drafter.head_parameters, tokens, pairs, num_supervised)
 
-    def _drafter(self, tokens: float, pairs: float, num_supervised: int) -> float:
-        size, num_rows = self.drafter, self.layout.num_rows
+    def _rows(self, tokens: float, pairs: float, fill: int) -> float:
+        """Of the drafter's projections and layers for sequences of one fill level."""
+        size, num_rows = self.drafter, len(needed_rows(self.layout.visibility_table()[fill - 1]))
         projections = sum(map(size.projection_parameters, size.projection_inputs))
         keys_and_values = 2 * size.hidden_size * size.kv_width
         full_layers = (size.num_layers - 1) * num_rows
         in_matrices = full_layers * size.matrix_parameters
         in_matrices += (num_rows - 1) * keys_and_values + size.matrix_parameters  # the last layer
         in_attention = (full_layers + 1) * 4 * size.query_width
-        return (
-            2 * (projections + in_matrices) * tokens + in_attention * pairs + 2 * size.head_parameters * num_supervised
-        )
+        return 2 * (projections + in_matrices) * tokens + in_attention * pairs
 
 
 @dataclass
@@ -145,7 +144,7 @@ class ThroughputMeter:
         self.tokens += int(lengths.sum())
         self.padded += batch.attention_mask.numel()
         self.supervised += supervised
-        self.flops += flops.of(lengths, supervised)
+        self.flops += flops.of(lengths, supervised, batch.fill.cpu())
 
     def rates(self, waited: float, peak_flops: float | None) -> tuple[dict[str, float], dict[str, float]]:
         """What adds up over ranks, in 1/s, and shares, of which ranks have a mean.

@@ -68,3 +68,14 @@ def test_the_clock_sums_what_cycles_took() -> None:
 def test_a_link_that_cannot_be_is_refused(link: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"link {next(iter(link))}="):
         Link(**link)
+
+
+def test_messages_of_a_level_grow_with_its_nodes() -> None:
+    """Stage 1 sends 3 states, 32 + 3 * 68 bytes, which are there at 2 + 0.5 + 2.36; laws of 400 bytes each from 1 on."""
+    virtual = clock(2, True, (0, 0))
+    times = CycleTimes(2, spans={PDM: 1.0, "stage 1": 2.0})
+    assert virtual.cycle_seconds(times, {1: 3, 2: 0}) == pytest.approx(4.86 + 0.25)
+    assert virtual.cycle_seconds(times, {1: 1, 2: 0}) == 3.5 + 0.25
+    virtual.law_bytes = 432
+    assert virtual.cycle_seconds(times, {1: 1}, num_leaves=2) == pytest.approx(1.0 + 0.5 + 8.32 + 0.25)
+    assert virtual.cycle_seconds(times, {1: 1}, num_leaves=1) == pytest.approx(1.0 + 0.5 + 4.32 + 0.25)

@@ -1,15 +1,27 @@
 """Records, stamped messages and draft laws come out as they went in, at addresses that do not change."""
 
 import dataclasses
+import math
 import random
 
 import pytest
 import torch
 
 from spd_lightning.inference.runtime.rank import law_slots
-from spd_lightning.inference.runtime.wire import DRAWN, NUM_FIELDS, CycleRecord, LawSlots, Message, Request, Stamp
+from spd_lightning.inference.runtime.wire import (
+    DRAWN,
+    RECORD_FIELDS,
+    CycleRecord,
+    LawSlots,
+    LevelLaws,
+    Message,
+    Request,
+    Stamp,
+    record_fields,
+)
 from spd_lightning.inference.sampling import SamplingParams, warp
 from spd_lightning.inference.schedule import PipelineSchedule, Verdict
+from spd_lightning.inference.tree.schedule import Draft
 from spd_lightning.inference.verify import DraftProposal
 
 CPU = torch.device("cpu")
@@ -17,17 +29,37 @@ RECORD = CycleRecord(request=2, epoch=3, cycle=5, newest=7, draft=11, verdict=1,
 
 
 def test_a_record_comes_out_of_its_row_as_it_went_in() -> None:
-    assert len(dataclasses.fields(CycleRecord)) == NUM_FIELDS
-    rows = torch.zeros(2, NUM_FIELDS, dtype=torch.int64)
+    rows = torch.zeros(2, record_fields(0), dtype=torch.int64)
     empty = CycleRecord(2**62 + 1, 0, -1, 2**53 + 1)
     RECORD.write(rows[0])
     empty.write(rows[1])
-    assert rows[0].tolist() == [2, 3, 5, 7, 11, 1, 13, 1]
+    assert rows[0].tolist() == [2, 3, 5, 7, 11, 1, 13, 1, 0]
     assert [CycleRecord.read(row) for row in rows.tolist()] == [RECORD, empty]
     assert (empty.draft, empty.verdict, empty.token, empty.abandoned) == (-1, -1, -1, 0)
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(CycleRecord)])
+def test_a_record_carries_the_candidates_of_a_level_bit_for_bit() -> None:
+    drafts = (Draft(7, 2**40, -0.1), Draft(8, 3, -math.pi), Draft(9, 3, -1e300))
+    for width, candidates in ((3, drafts), (5, drafts), (3, drafts[:1]), (2, ())):
+        record = dataclasses.replace(RECORD, draft=-1, candidates=candidates)
+        row = torch.full((record_fields(width),), 99)
+        record.write(row)
+        assert CycleRecord.read(row.tolist()) == record
+        assert row.tolist().count(99) == 0, "every field is written"
+
+
+def test_laws_of_a_level_come_out_as_they_went_in() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 50, generator=generator)
+    found = [warp(row, 0.7, top_k, 0.9) for row, top_k in zip(logits, (20, 5, 1), strict=True)]
+    laws, arrived = LevelLaws(20, 50, CPU), LevelLaws(20, 50, CPU)
+    arrived.of(3).data.copy_(laws.write(found, Stamp(1, 2, 3)).data)
+    assert all(torch.equal(a, b) for a, b in zip(arrived.read(3, Stamp(1, 2, 3)), found, strict=True))
+    with pytest.raises(RuntimeError, match="came in place of"):
+        arrived.read(3, Stamp(1, 2, 4))
+
+
+@pytest.mark.parametrize("field", RECORD_FIELDS)
 def test_ranks_must_agree_on_request_epoch_cycle_and_newest_and_on_nothing_else(field: str) -> None:
     other = dataclasses.replace(RECORD, **{field: 99})
     assert (other.state == RECORD.state) == (field not in ("request", "epoch", "cycle", "newest"))

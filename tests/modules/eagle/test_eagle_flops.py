@@ -33,4 +33,9 @@ def test_a_step_is_a_forward_of_the_target_and_three_of_the_unrolled_drafter(
     scores = num_steps * pairs + sum(range(num_steps)) * seq
     in_attention = 4 * 4 * 16 * scores
     counted = in_target + 3 * (counter.get_total_flops() + in_attention)
-    assert flops.of(torch.tensor([seq]), seq) == pytest.approx(counted, rel=0.01)
+    assert flops.of(torch.tensor([seq]), seq, torch.tensor([1])) == pytest.approx(counted, rel=0.01)
+
+
+def test_the_configuration_knows_the_number_of_parameters() -> None:
+    drafter = make_eagle(8, torch.float32)
+    assert drafter.config.num_parameters == sum(parameter.numel() for parameter in drafter.parameters())

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 import yaml
 
 from spd_lightning.callbacks.acceptance_report import chain_table
-from spd_lightning.cli import chosen_method, main
+from spd_lightning.cli import METHODS, main
+from spd_lightning.data.training_config import chosen_method
 from spd_lightning.modules.batch import ReplicatedBatch
 from spd_lightning.modules.checkpoint import load_drafter
 from spd_lightning.modules.eagle.eagle_drafter import Eagle3Drafter
@@ -224,11 +225,11 @@ def test_the_method_is_the_last_one_named(tmp_path: Path) -> None:
     eagle, spd = tmp_path / "eagle.yaml", tmp_path / "spd.yaml"
     eagle.write_text("method: eagle3\n")
     spd.write_text("model: {}\n")
-    assert chosen_method(["fit"]) == "spd"
-    assert chosen_method(["fit", "--config", str(eagle)]) == "eagle3"
-    assert chosen_method(["fit", f"--config={eagle}", "--config", str(spd)]) == "eagle3"
-    assert chosen_method(["fit", "--config", str(eagle), "--method=spd"]) == "spd"
-    assert chosen_method(["fit", "--method", "eagle3", "--config", str(spd)]) == "eagle3"
+    assert chosen_method(["fit"], METHODS) == "spd"
+    assert chosen_method(["fit", "--config", str(eagle)], METHODS) == "eagle3"
+    assert chosen_method(["fit", f"--config={eagle}", "--config", str(spd)], METHODS) == "eagle3"
+    assert chosen_method(["fit", "--config", str(eagle), "--method=spd"], METHODS) == "spd"
+    assert chosen_method(["fit", "--method", "eagle3", "--config", str(spd)], METHODS) == "eagle3"
 
 
 def test_help_shows_the_options_of_the_method(capsys) -> None:

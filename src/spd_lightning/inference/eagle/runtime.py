@@ -10,6 +10,7 @@ from spd_lightning.inference.eagle.rounds import decode_in_rounds
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.stats import DecodeStats
 from spd_lightning.inference.stopping import StopCondition
+from spd_lightning.inference.token_scores import TokenScores, scored
 from spd_lightning.inference.verify import make_proposer, make_verifier
 from spd_lightning.modules.eagle.eagle_drafter import Eagle3Drafter
 from spd_lightning.modules.target import TargetDtype
@@ -80,16 +81,24 @@ class EagleRuntime:
         return cls(stage, ChainSession(drafter, embedding, capacity), num_tokens, k)
 
     def pipelined(
-        self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition, stats: DecodeStats
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        stop: StopCondition,
+        stats: DecodeStats,
+        scores: TokenScores | None = None,
     ) -> Generator[int]:
         """Decodes with the drafter; see `decode_in_rounds`."""
-        verifier = make_verifier(params, self.num_tokens, self.draft_token_ids)
+        verifier = scored(make_verifier(params, self.num_tokens, self.draft_token_ids), scores)
         proposer = make_proposer(params, self.draft_token_ids)
         return decode_in_rounds(self.stage, self.session, proposer, verifier, self.draft_length, prompt, stop, stats)
 
-    def plain(self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition) -> Generator[int]:
+    def plain(
+        self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition, scores: TokenScores | None = None
+    ) -> Generator[int]:
         """Decodes without drafts; see `decode_plainly`."""
-        return decode_autoregressively(self.stages, make_verifier(params, self.num_tokens), prompt, stop)
+        verifier = scored(make_verifier(params, self.num_tokens), scores)
+        return decode_autoregressively(self.stages, verifier, prompt, stop)
 
     def follow(self, make_stop: Callable[[SamplingParams], StopCondition]) -> None:
         """There is nobody to follow."""

@@ -16,7 +16,7 @@ from spd_lightning.files import write_whole
 from spd_lightning.inference.arguments import add_decoding_arguments, opened_decoder, run_on_ranks, sampling_params
 from spd_lightning.inference.evaluation.machine import machine
 from spd_lightning.inference.profile import NOTES, profile_by_fill
-from spd_lightning.modules.checkpoint import WEIGHTS_FILE
+from spd_lightning.modules.hub import WEIGHTS_FILE, locate_drafter
 
 if TYPE_CHECKING:
     from spd_lightning.inference.decoder import PipelineDecoder
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from spd_lightning.inference.evaluation.tasks import Question
 
 METHODS_HELP = (
-    "ar, compiled, generate (Transformers') and, of the drafters, spd, spd_post, ppsd, eagle3; ar and those of the "
-    "drafters, unless given"
+    "ar, compiled, generate (Transformers') and, of the drafters, spd, spd_post, ppsd, eagle3, and spd_tree, which drafts "
+    "trees; ar and those of the drafters, without trees, unless given"
 )
 TASKS = ["mt_bench", "gsm8k", "humaneval"]
 SUMMARY_FILE, TABLE_FILE, REPORT_FILE = "summary.json", "summary.md", "report.html"
@@ -60,7 +60,12 @@ def run_eval(given: Namespace, args: Sequence[str]) -> None:
 
 def check_arguments(given: Namespace) -> tuple[list[str], dict[str, str]]:
     """The methods to compare, and that of each drafter folder; raises `ValueError` for what cannot be evaluated."""
-    from spd_lightning.inference.evaluation.methods import chosen_methods, drafter_labels, drafter_methods
+    from spd_lightning.inference.evaluation.methods import (
+        chosen_methods,
+        drafter_labels,
+        drafter_methods,
+        tree_shape_of,
+    )
 
     if given.num_prompts < 1:
         raise ValueError(f"num_prompts={given.num_prompts}: at least one is needed")
@@ -74,7 +79,10 @@ def check_arguments(given: Namespace) -> tuple[list[str], dict[str, str]]:
     drafters = drafter_methods(given.drafter, given.target, given.runtime)
     if given.draft_length is not None and "eagle3" not in drafters.values():
         raise ValueError(f"draft_length={given.draft_length} is for EAGLE-3 drafters, and none is given: leave it out")
-    return chosen_methods(given.methods, drafters, given.runtime, given.check_lossless), drafters
+    methods = chosen_methods(given.methods, drafters, given.runtime, given.check_lossless)
+    for method in drafters.values():
+        tree_shape_of(method, methods, given.tree_width, given.refill_width)
+    return methods, drafters
 
 
 def evaluate(
@@ -86,7 +94,7 @@ def evaluate(
 ) -> None:
     """Answers with every drafter and writes what came out; on ranks other than the lead, helps."""
     from spd_lightning.inference.evaluation.journal import SampleJournal
-    from spd_lightning.inference.evaluation.methods import drafter_labels, make_methods
+    from spd_lightning.inference.evaluation.methods import drafter_labels, make_methods, tree_shape_of
     from spd_lightning.inference.evaluation.runner import PIPELINES, Evaluation
 
     journal: SampleJournal | None = None
@@ -94,13 +102,17 @@ def evaluate(
     for (folder, method), label in zip(drafters.items(), drafter_labels(list(drafters)), strict=True):
         own = given.clone()
         own.draft_length = given.draft_length if method == "eagle3" else None
+        shape = tree_shape_of(method, methods, given.tree_width, given.refill_width)
+        own.tree_width, own.refill_width = (None, None) if shape is None else (shape.width, shape.refill_width)
         with opened_decoder(own, folder) as decoder:
             if not decoder.is_lead:
                 decoder.follow()
                 continue
             if journal is None:
                 journal = SampleJournal(given.out, settings(given, decoder, "eagle3" in drafters.values()))
-            pin_files(journal, decoder, Path(folder), label, questions)
+            if shape is not None:
+                journal.pin("shape of trees", f"{shape.width} wide, {shape.refill_width} while refilling")
+            pin_files(journal, decoder, locate_drafter(folder), label, questions)
             seed = journal.seed(given.seed, lambda: sampling_params(given, 1.0).seed)
             evaluation = Evaluation(
                 decoder,
@@ -176,7 +188,7 @@ def profile_of(
     timer = decoder.runtime.start_timing()
     for question in questions:
         with suppress(ValueError):
-            decoder.generate([{"role": "user", "content": question.turns[0]}], params)
+            decoder.start_chain([{"role": "user", "content": question.turns[0]}], params).result()
         if profiles := profile_by_fill(decoder.runtime.times_of_ranks(timer), has_rest=given.runtime == "local"):
             fills = [profile.to_json() for profile in profiles]
             return [{"title": label, "note": NOTES[given.runtime], "fills": fills}]

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from spd_lightning.inference.evaluation.runner import PIPELINES
+from spd_lightning.inference.evaluation.runner import PIPELINES, SEVERAL_A_FORWARD
 from spd_lightning.inference.evaluation.sample import Sample
 
 NOT_LOSSLESS = 3
@@ -13,17 +13,18 @@ NOT_LOSSLESS = 3
 def check_lossless(samples: Sequence[Sample]) -> None:
     """Raises `SystemExit` with code 3 if a greedy answer of a pipeline is not that of plain decoding.
 
-    EAGLE-3's may differ, where two tokens are as good as equal: how often, and by which margins, is printed.
+    EAGLE-3's and those of trees may differ, where two tokens are as good as equal: how often, and by which margins, is printed.
     """
     drafted = [sample for sample in samples if sample.drafter is not None and sample.temperature == 0]
     greedy = [sample for sample in drafted if sample.method in PIPELINES]
     different = [sample for sample in greedy if sample.first_difference is not None]
-    rounds = [sample for sample in drafted if sample.method == "eagle3"]
-    near_ties = [sample for sample in rounds if sample.first_difference is not None]
+    several = [sample for sample in drafted if sample.method in SEVERAL_A_FORWARD]
+    near_ties = [sample for sample in several if sample.first_difference is not None]
     uncompared = [sample for sample in greedy if sample.identical_to_ar is None]
     print_differences([*different, *near_ties])
-    if rounds:
-        print(f"eagle3: {len(rounds) - len(near_ties)} of {len(rounds)} greedy answers are those of plain decoding")
+    for method in dict.fromkeys(sample.method for sample in several):
+        same = [sample.first_difference is None for sample in several if sample.method == method]
+        print(f"{method}: {sum(same)} of {len(same)} greedy answers are those of plain decoding")
     if different:
         print(f"NOT lossless: {len(different)} of {len(greedy)} greedy answers differ", file=sys.stderr)
         raise SystemExit(NOT_LOSSLESS)

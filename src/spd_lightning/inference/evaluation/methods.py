@@ -8,13 +8,25 @@ from typing import TYPE_CHECKING
 from spd_lightning.inference.eagle.runtime import EagleRuntime
 from spd_lightning.inference.evaluation.baseline import generate_starter
 from spd_lightning.inference.evaluation.compiled import compiled_starter
-from spd_lightning.inference.evaluation.runner import BASELINES, DRAFTED, METHODS, WHOLE_TARGET_METHODS, Method
+from spd_lightning.inference.evaluation.runner import (
+    BASELINES,
+    DRAFTED,
+    METHODS,
+    PIPELINES,
+    WHOLE_TARGET_METHODS,
+    Method,
+)
+from spd_lightning.inference.evaluation.sample import TREE
 from spd_lightning.inference.runtime.local import LocalRuntime
+from spd_lightning.inference.tree.schedule import TreeShape
 from spd_lightning.modules.checkpoint import read_drafter_config
 from spd_lightning.modules.target import FrozenTarget, TargetDtype
 
 if TYPE_CHECKING:
     from spd_lightning.inference.decoder import PipelineDecoder
+
+TREE_WIDTH = 4
+"""Of `spd_tree`, unless it is given."""
 
 
 def drafter_labels(folders: Sequence[str]) -> list[str]:
@@ -69,10 +81,11 @@ def chosen_methods(
     if unknown := [method for method in asked if method not in METHODS]:
         raise ValueError(f"methods {unknown}: known are {', '.join(METHODS)}")
     drafted = [method for method in asked if method in DRAFTED]
-    if without := sorted(set(drafted) - set(drafters.values())):
+    possible = {*drafters.values(), *(TREE for method in drafters.values() if method in PIPELINES)}
+    if without := sorted(set(drafted) - possible):
         raise ValueError(f"--methods {', '.join(without)}: none of the drafters is of this method")
     for folder, method in drafters.items():
-        if drafted and method not in drafted:
+        if drafted and method not in drafted and not (method in PIPELINES and TREE in drafted):
             raise ValueError(
                 f"the drafter {folder} is of method {method!r}: add it to --methods, or leave one of them out"
             )
@@ -83,6 +96,30 @@ def chosen_methods(
     if runtime == "distributed" and (whole := sorted(WHOLE_TARGET_METHODS & set(asked))):
         raise ValueError(f"{whole} need the whole target in one process: leave them out, or use --runtime local")
     return list(asked)
+
+
+def tree_shape_of(
+    method: str, methods: Sequence[str], tree_width: int | None, refill_width: int | None
+) -> TreeShape | None:
+    """The shape of the trees that a drafter decodes with, beside chains; none where no trees are asked for.
+
+    Args:
+        method: the drafter's.
+        methods: to compare.
+        tree_width: `TREE_WIDTH` when absent.
+        refill_width: the same while the pipeline refills; `tree_width` when absent.
+
+    Raises:
+        ValueError: if widths are given and no trees asked for, or the other way round.
+    """
+    if TREE not in methods:
+        if tree_width is not None or refill_width is not None:
+            raise ValueError(f"tree_width and refill_width are of {TREE}: add it to --methods, or leave them out")
+        return None
+    shape = TreeShape.build(TREE_WIDTH if tree_width is None else tree_width, refill_width)
+    if shape is None:
+        raise ValueError(f"tree_width={tree_width} makes chains, which is what spd does: give {TREE} at least 2")
+    return shape if method in PIPELINES else None
 
 
 def make_methods(
@@ -113,5 +150,7 @@ def make_methods(
     }
     assert tuple(methods) == BASELINES
     own = decoder.drafter.module.config.method
-    methods[own] = Method(own, label, decoder.start, devices, clock)
+    methods[own] = Method(own, label, decoder.start_chain, devices, clock)
+    if decoder.shape is not None:
+        methods[TREE] = Method(TREE, label, decoder.start, devices, clock)
     return [methods[name] for name in METHODS if name in names and name in methods]

@@ -10,7 +10,7 @@ from spd_lightning.inference.decoder import PipelineDecoder
 from spd_lightning.inference.eagle.runtime import EagleRuntime
 from spd_lightning.inference.evaluation.journal import SampleJournal
 from spd_lightning.inference.evaluation.margin import top2_margin
-from spd_lightning.inference.evaluation.sample import Clock, FirstDifference, Sample, SampleKey, token_class
+from spd_lightning.inference.evaluation.sample import TREE, Clock, FirstDifference, Sample, SampleKey, token_class
 from spd_lightning.inference.evaluation.tasks import Question
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.modules.drafter_config import DrafterConfig
@@ -18,9 +18,10 @@ from spd_lightning.modules.drafter_config import DrafterConfig
 BASELINES = ("ar", "compiled", "generate")
 PIPELINES = ("spd", "spd_post", "ppsd")
 """Their stages run one token after the other, so greedy they give what `ar` does, bit for bit."""
-DRAFTED = (*PIPELINES, "eagle3")
-"""Methods that have a drafter, as its configuration names them. EAGLE-3 verifies blocks: greedy it may differ from `ar`
-where the two best tokens are as good as equal."""
+SEVERAL_A_FORWARD = (TREE, "eagle3")
+"""These verify several tokens a forward: greedy they may differ from `ar` where the two best tokens are as good as equal."""
+DRAFTED = (*PIPELINES, *SEVERAL_A_FORWARD)
+"""Methods that have a drafter; all but `spd_tree` are as its configuration names them."""
 METHODS = (*BASELINES, *DRAFTED)
 WHOLE_TARGET_METHODS = {"compiled", "generate"}
 """Baselines that run the whole target in one process, beside the stages."""

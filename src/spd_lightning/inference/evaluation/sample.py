@@ -8,6 +8,8 @@ from typing import Any, Literal, TypedDict
 from spd_lightning.inference.stats import DecodeStats, Judgement
 
 VERSION = 1
+TREE = "spd_tree"
+"""The method of a pipeline's drafter with trees in the place of chains."""
 TOKEN_CLASSES = ("word start", "word continuation", "digit", "punctuation", "whitespace", "special")
 Clock = Literal["wall", "virtual"]
 SampleKey = tuple[str, str, int, str, str | None, float]
@@ -38,7 +40,7 @@ class Sample:
         question_id: within the task.
         category: of the question, by the benchmark.
         turn: of the question, from 0.
-        method: `ar` and `generate` are baselines; `spd`, `ppsd` and `eagle3` have a drafter.
+        method: `ar` and `generate` are baselines; `spd`, `spd_tree`, `ppsd` and `eagle3` have a drafter.
         drafter: its label; none for a baseline.
         temperature: 0 is greedy.
         seed: of the draws; none where nothing is drawn.
@@ -52,7 +54,8 @@ class Sample:
         finish_reason: `eos`, `length` or `stop`.
         num_committed: `N`: tokens committed in the decode phase, without the prefill's own.
         num_cycles: `K`, for EAGLE-3 rounds; 0 for a baseline.
-        judgements: (position in the sequence, fill at which it was drafted, accepted) of every judged draft.
+        judgements: (position in the sequence, fill at which it was drafted, accepted) of every judged draft, or of
+            every judged level of a tree: accepted if one of its candidates was.
         token_classes: `token_class` of every judged draft's committed token, in the order of `judgements`.
         prefill_seconds: until the prefill's token was there.
         decode_seconds: from then on.

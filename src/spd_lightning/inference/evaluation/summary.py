@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from spd_lightning.inference.evaluation.formulas import adjusted_speedup, cycle_deviation, implied_by_counts
-from spd_lightning.inference.evaluation.sample import TOKEN_CLASSES, Clock, Sample
+from spd_lightning.inference.evaluation.sample import TOKEN_CLASSES, TREE, Clock, Sample
 from spd_lightning.inference.evaluation.tasks import OVERALL
 from spd_lightning.inference.stats import DecodeStats
 
@@ -65,8 +65,9 @@ class Group:
         p: accepted over judged.
         s0: `n * alpha`, for EAGLE-3 `alpha`. Simulated: assumes free drafting and communication.
         adjusted_s: `s0` with the layers of drafts counted that nothing hides. Simulated as well.
-        implied: `p`, `alpha` and `s0` that follow from `by_fill` (design §4).
-        cycle_deviation: sum of the samples' misses of the identity of design §5; 0 unless something is wrong.
+        implied: `p`, `alpha` and `s0` that follow from `by_fill` (design §4); none for trees.
+        cycle_deviation: sum of the samples' misses of the identity of design §5; 0 unless something is wrong, and none for
+            trees, where it does not hold: a verdict can leave the newest levels without candidates.
         tokens_per_second: `N` over the seconds of the decode phase, by `clock`.
         num_compared: answers that there was one of plain decoding for.
         num_scored: answers with a score.
@@ -174,8 +175,10 @@ def _group(task: str, samples: Sequence[Sample], baselines: Iterable[Sequence[Sa
         p=stats.acceptance,
         s0=s0,
         adjusted_s=None if s0 is None else adjusted_speedup(s0, method, *costs),
-        implied=None if num_stages is None else implied_by_counts(by_fill, num_stages),
-        cycle_deviation=None if num_stages is None else sum(abs(_deviation(sample)) for sample in samples),
+        implied=None if num_stages is None or method == TREE else implied_by_counts(by_fill, num_stages),
+        cycle_deviation=None
+        if num_stages is None or method == TREE
+        else sum(abs(_deviation(sample)) for sample in samples),
         decode_seconds=seconds,
         tokens_per_second=speed,
         tokens_per_second_per_device=None if speed is None else speed / shared["num_devices"],

@@ -170,7 +170,7 @@ def drafter_options(given: Namespace, drafter: "DrafterConfig | None", size: "Ta
             )
         return DrafterOptions(
             tuple(drafter.anchors), drafter.schedule, drafter.draft_vocab_size, drafter.num_heads, drafter.num_kv_heads,
-            drafter.head_dim, drafter.intermediate_size, drafter.feature_norm,
+            drafter.head_dim, drafter.intermediate_size, drafter.feature_norm, drafter.gated_attention,
         )  # fmt: skip
     rows = given.draft_vocab_size
     if rows is None:

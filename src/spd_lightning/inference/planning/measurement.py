@@ -199,4 +199,5 @@ def drafter_config(drafter: DrafterCosts) -> DrafterConfig:
         feature_norm="rms" if size.num_gains else "none",
         draft_vocab_size=size.draft_vocab_size,
         schedule=layout.schedule,
+        gated_attention=size.gate_width > 0,
     )

@@ -118,6 +118,7 @@ class DrafterOptions:
     head_dim: int | None = None
     intermediate_size: int | None = None
     feature_norm: FeatureNorm = "rms"
+    gated_attention: bool = False
 
     def costs(self, target: TargetCosts, stage_layers: tuple[int, ...], num_spec_layers: int) -> DrafterCosts:
         """The drafter of `num_spec_layers` layers for a split."""

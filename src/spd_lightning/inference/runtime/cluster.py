@@ -13,21 +13,23 @@ import torch
 
 from spd_lightning.inference.autoregressive import decode_plainly
 from spd_lightning.inference.coordinator import decode
-from spd_lightning.inference.drafting import DraftSession
 from spd_lightning.inference.runtime.distributed import Transport, join, leave
 from spd_lightning.inference.runtime.draft_rank import DraftRank
 from spd_lightning.inference.runtime.environment import check_world_size, rank_environment
 from spd_lightning.inference.runtime.liveness import RankFailure, Store, first_line
 from spd_lightning.inference.runtime.rank import Abandoned
+from spd_lightning.inference.runtime.roles import load_roles
 from spd_lightning.inference.runtime.stage_rank import StageRank
 from spd_lightning.inference.runtime.wire import Request
 from spd_lightning.inference.sampling import SamplingParams
-from spd_lightning.inference.stage import Stage
-from spd_lightning.inference.stage_loading import load_embedding
+from spd_lightning.inference.schedule import PipelineSchedule
 from spd_lightning.inference.stats import DecodeStats
 from spd_lightning.inference.stopping import StopCondition
 from spd_lightning.inference.timing import CycleTimer, CycleTimes, device_seconds
-from spd_lightning.inference.verify import make_verifier
+from spd_lightning.inference.token_scores import TokenScores
+from spd_lightning.inference.tree.draft_rank import TreeDraftRank
+from spd_lightning.inference.tree.schedule import TreeShape, schedule_maker
+from spd_lightning.inference.tree.stage_rank import TreeStageRank
 from spd_lightning.modules.drafter import PipelineDraftModule
 from spd_lightning.modules.target import TargetDtype
 
@@ -42,10 +44,21 @@ class DistributedRuntime:
         rank: what this process does.
         transport: to the other ranks.
         store: shared by all ranks: requests and signs of life.
+        tree_rank: what it does for trees; none where it decodes without them.
+        shape: of the trees.
     """
 
-    def __init__(self, rank: StageRank | DraftRank, transport: Transport, store: Store) -> None:
+    def __init__(
+        self,
+        rank: StageRank | DraftRank,
+        transport: Transport,
+        store: Store,
+        tree_rank: TreeStageRank | TreeDraftRank | None = None,
+        shape: TreeShape | None = None,
+    ) -> None:
         self.rank = rank
+        self.tree_rank = tree_rank
+        self.shape = shape
         self.transport = transport
         self.store = store
         self.liveness = transport.liveness
@@ -66,6 +79,7 @@ class DistributedRuntime:
         dtype: TargetDtype = "auto",
         device: str = "cpu",
         timeout: float = 120.0,
+        shape: TreeShape | None = None,
     ) -> "DistributedRuntime":
         """Meets the other ranks and loads this rank's part: a stage from its own weight files, or the drafter.
 
@@ -77,6 +91,7 @@ class DistributedRuntime:
             dtype: of target and drafter; `auto` keeps the target checkpoint's.
             device: `cpu`, or `cuda` for the GPU of this rank's number on its node.
             timeout: seconds after which a rank that does not answer is given up.
+            shape: of trees, or none.
 
         Raises:
             ValueError: if this process is no rank, there are not `n + 1` ranks, or the target cannot be loaded.
@@ -94,22 +109,11 @@ class DistributedRuntime:
         if place.type == "cuda":
             place = torch.device("cuda", gpu_of(environment.local_rank, torch.cuda.device_count()))
             torch.cuda.set_device(place)
-        store, transport = join(environment, num_stages, place, timeout)
+        max_width = 0 if shape is None else shape.refill_width
+        store, transport = join(environment, num_stages, place, timeout, max_width)
         with reporting(transport):
-            if environment.rank == num_stages:
-                embedding = load_embedding(target, dtype, place)
-                drafter.to(device=place, dtype=embedding.weight.dtype)
-                rank = DraftRank(transport, DraftSession(drafter, embedding, capacity))
-            else:
-                token_ids = drafter.draft_token_ids.to(place)
-                rank = StageRank(
-                    transport,
-                    Stage.load(target, drafter.layout, environment.rank + 1, capacity, dtype, place),
-                    num_stages,
-                    lambda params: make_verifier(params, num_tokens, token_ids),
-                    drafter.config.draft_vocab_size,
-                )
-            runtime = cls(rank, transport, store)
+            roles = load_roles(transport, drafter, target, num_tokens, capacity, dtype, place, shape)
+            runtime = cls(roles.chain, transport, store, roles.tree, shape)
             runtime.meet("loaded")
         return runtime
 
@@ -139,14 +143,36 @@ class DistributedRuntime:
             self.liveness.wait_for(f"{what}/{rank}", self.others)
 
     def pipelined(
-        self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition, stats: DecodeStats
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        stop: StopCondition,
+        stats: DecodeStats,
+        scores: TokenScores | None = None,
     ) -> Generator[int]:
         """On the lead: decodes with all ranks; see `decode`."""
+        refuse_scores(scores)
         request = self._announce(Request(self.num_requests + 1, "pipelined", tuple(prompt), params))
         yield from self._decode(request, stop, stats)
 
-    def plain(self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition) -> Generator[int]:
+    def tree(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        stop: StopCondition,
+        stats: DecodeStats,
+        scores: TokenScores | None = None,
+    ) -> Generator[int]:
+        """On the lead: decodes trees with all ranks, of the shape that this was loaded with; see `decode`."""
+        refuse_scores(scores)
+        request = self._announce(Request(self.num_requests + 1, "tree", tuple(prompt), params))
+        yield from self._decode(request, stop, stats)
+
+    def plain(
+        self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition, scores: TokenScores | None = None
+    ) -> Generator[int]:
         """On the lead: decodes with the stages one after the other, without drafts; see `decode_plainly`."""
+        refuse_scores(scores)
         request = self._announce(Request(self.num_requests + 1, "plain", tuple(prompt), params))
         yield from self._decode(request, stop, DecodeStats(self.num_stages))
 
@@ -205,16 +231,29 @@ class DistributedRuntime:
     def _decode(self, request: Request, stop: StopCondition, stats: DecodeStats) -> Generator[int]:
         with reporting(self.transport):
             try:
-                self.rank.begin(request)
-                if request.method == "pipelined":
-                    yield from decode(self.rank, self.num_stages, request.prompt, stop, stats)
+                role, make_schedule = self.rank, PipelineSchedule
+                if self.tree_rank is not None and self.shape is not None:
+                    # Two roles with buffers of their own: what the last request has sent must be through.
+                    self.rank.settle()
+                    self.tree_rank.settle()
+                    if request.method == "tree":
+                        role, make_schedule = self.tree_rank, schedule_maker(self.shape)
+                role.begin(request)
+                if request.method == "plain":
+                    yield from decode_plainly(role, request.prompt, stop)
                 else:
-                    yield from decode_plainly(self.rank, request.prompt, stop)
+                    yield from decode(role, self.num_stages, request.prompt, stop, stats, make_schedule)
             except (Abandoned, GeneratorExit):
                 raise
             except BaseException:
                 self.is_open = False
                 raise
+
+
+def refuse_scores(scores: TokenScores | None) -> None:
+    """Raises `ValueError` if scores are wanted: the lead sees no logits, the last stage's rank does."""
+    if scores is not None:
+        raise ValueError("log-probabilities are not sent between ranks: use --runtime local for them")
 
 
 def gpu_of(local_rank: int, num_gpus: int) -> int:

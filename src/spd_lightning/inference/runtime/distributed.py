@@ -26,12 +26,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from spd_lightning.inference.runtime.environment import RankEnvironment, rank_name
 from spd_lightning.inference.runtime.liveness import Liveness, RankFailure, Store, first_line
-from spd_lightning.inference.runtime.wire import NUM_FIELDS, CycleRecord
+from spd_lightning.inference.runtime.wire import CycleRecord, record_fields
 from spd_lightning.inference.timing import COMMUNICATION, NO_TIMER, SYNCHRONISATION, Timer
 
 JOINS = itertools.count()
 LEAD_FILE = "SPD_LEAD_FILE"
 """Variable that names the file in which the lead says which process it is."""
+ENDING = ("SIGTERM", "SIGHUP", "SIGQUIT")
+"""Signals that end a launcher and with it all ranks."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +82,20 @@ class Transport:
         world_size: number of ranks.
         device: where messages lie.
         liveness: finds out who is to blame when a transfer fails.
+        max_width: candidates of a tree's level that a record has room for; the same on every rank.
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, liveness: Liveness) -> None:
+    def __init__(
+        self, rank: int, world_size: int, device: torch.device, liveness: Liveness, max_width: int = 0
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
         self.liveness = liveness
         self.timer: Timer = NO_TIMER
-        self._mine = torch.zeros(NUM_FIELDS, dtype=torch.int64)
-        self._all = torch.zeros(world_size, NUM_FIELDS, dtype=torch.int64)
+        self.max_width = max_width
+        self._mine = torch.zeros(record_fields(max_width), dtype=torch.int64)
+        self._all = torch.zeros(world_size, record_fields(max_width), dtype=torch.int64)
 
     def post(self, operations: Sequence[Operation]) -> Posted:
         """Begins transfers that do not wait for each other; both ends must post them in one order."""
@@ -119,7 +125,7 @@ class Transport:
 
 
 def join(
-    environment: RankEnvironment, num_stages: int, device: torch.device, timeout: float
+    environment: RankEnvironment, num_stages: int, device: torch.device, timeout: float, max_width: int = 0
 ) -> tuple[Store, Transport]:
     """Meets the other ranks.
 
@@ -128,6 +134,7 @@ def join(
         num_stages: `n`; names the ranks in messages.
         device: of this rank's tensors.
         timeout: seconds after which a rank that does not answer is given up.
+        max_width: nodes of a tree's level at most; 0 where no trees are decoded.
 
     Raises:
         RankFailure: if the others cannot be reached in that time.
@@ -153,7 +160,7 @@ def join(
             f"{first_line(error)}",
             None,
         ) from error
-    return store, Transport(rank, world_size, device, liveness)
+    return store, Transport(rank, world_size, device, liveness, max_width)
 
 
 def leave() -> None:
@@ -161,11 +168,14 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
-def launch(num_ranks: int, module: str, args: Sequence[str]) -> int:
+def launch(
+    num_ranks: int, module: str, args: Sequence[str], forwarded: Sequence[signal.Signals] = (signal.SIGINT,)
+) -> int:
     """Runs `python -m module args` as so many ranks on this machine, by torch's own launcher.
 
     Ranks that do not fail by themselves are ended when one does. Ctrl-C reaches this process only, since the launcher
-    puts each rank into a session of its own; it is handed to the lead as soon as there is one (`present_lead`).
+    puts each rank into a session of its own; it is handed to the lead as soon as there is one (`present_lead`), as are
+    the other `forwarded` signals. Those that are not end all ranks.
 
     Returns:
         The exit code: 0, that of the first rank that failed, or 128 and the number of the signal that ended this process.
@@ -189,18 +199,19 @@ def launch(num_ranks: int, module: str, args: Sequence[str]) -> int:
             rdzv_endpoint="127.0.0.1:0",
             local_addr="127.0.0.1",
             max_restarts=0,
-            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+            signals_to_handle=",".join(name for name in ENDING if signal.Signals[name] not in forwarded),
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
         lead = Path(folder) / "lead"
         os.environ[LEAD_FILE] = str(lead)
 
-        def forward(*_: object) -> None:
+        def forward(number: int, *_: object) -> None:
             if not lead.exists():
                 raise KeyboardInterrupt
-            os.kill(int(lead.read_text()), signal.SIGINT)
+            os.kill(int(lead.read_text()), number)
 
-        signal.signal(signal.SIGINT, forward)
+        for number in forwarded:
+            signal.signal(number, forward)
         return _run_launcher(config, module, args)
 
 

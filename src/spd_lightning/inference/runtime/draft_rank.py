@@ -52,7 +52,7 @@ class DraftRank(Rank):
 
     def prefill(self, prompt: Sequence[int]) -> int:
         self._announce("the prefill")
-        self._settle()
+        self.settle()
         self.session.clear()
         arrivals = {number: mailbox.next(len(prompt)) for number, mailbox in self.mailboxes.items()}
         for number, message in arrivals.items():  # one after the other, as the stages run

@@ -9,6 +9,7 @@ from torch import Tensor
 from spd_lightning.inference.autoregressive import decode_autoregressively
 from spd_lightning.inference.coordinator import CycleOutcome, decode
 from spd_lightning.inference.drafting import DraftSession
+from spd_lightning.inference.prefill import take_prompt
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.schedule import CyclePlan, PipelineSchedule, Rollback
 from spd_lightning.inference.stage import Stage
@@ -24,6 +25,12 @@ from spd_lightning.inference.timing import (
     device_seconds,
     stage_span,
 )
+from spd_lightning.inference.token_scores import TokenScores, scored
+from spd_lightning.inference.tree.drafting import TreeDraftSession
+from spd_lightning.inference.tree.pipeline import TreePipeline
+from spd_lightning.inference.tree.schedule import TreeShape, schedule_maker
+from spd_lightning.inference.tree.stage import TreeStage
+from spd_lightning.inference.tree.verify import make_tree_proposer, make_tree_verifier, scored_candidates
 from spd_lightning.inference.verify import DraftProposal, Proposer, Verifier, make_proposer, make_verifier
 from spd_lightning.modules.drafter import PipelineDraftModule
 from spd_lightning.modules.target import TargetDtype
@@ -65,17 +72,7 @@ class LocalPipeline:
 
     def prefill(self, prompt: Sequence[int]) -> int:
         self.proposals.clear()
-        self.session.clear()
-        tokens = torch.tensor([list(prompt)], device=self.device)
-        entering, anchors, logits = tokens, {}, None
-        for stage in self.stages:
-            stage.clear()
-            output = stage.run(entering, 0)
-            entering, logits = output.hidden, output.logits
-            anchors |= output.anchors
-        self.session.prefill(tokens, anchors)
-        assert logits is not None
-        return self.verifier.draw(logits, len(prompt))
+        return self.verifier.draw(take_prompt(self.stages, self.session, prompt), len(prompt))
 
     def cycle(self, schedule: PipelineSchedule) -> CycleOutcome:
         plan = schedule.plan()
@@ -128,18 +125,25 @@ class LocalRuntime:
         stages: all stages, first to last.
         session: the drafter.
         num_tokens: `len(tokenizer)`.
+        shape: of the trees that it can decode with; none without trees.
     """
 
     is_lead = True
     num_devices = 1
 
-    def __init__(self, stages: Sequence[Stage], session: DraftSession, num_tokens: int) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], session: DraftSession, num_tokens: int, shape: TreeShape | None = None
+    ) -> None:
         self.stages = stages
         self.session = session
         self.num_tokens = num_tokens
         self.draft_token_ids = session.drafter.draft_token_ids
         self.device = session.states.device
         self.timer: Timer = NO_TIMER
+        self.shape = shape
+        if shape is not None:
+            self.tree_stages = [TreeStage(stage, len(stages), shape.refill_width) for stage in stages]
+            self.tree_session = TreeDraftSession(session, shape.refill_width)
 
     def start_timing(self) -> CycleTimer:
         """A timer of all cycles from now on."""
@@ -163,6 +167,7 @@ class LocalRuntime:
         capacity: int,
         dtype: TargetDtype = "auto",
         device: str = "cpu",
+        shape: TreeShape | None = None,
     ) -> "LocalRuntime":
         """Loads all stages of a target, and readies the drafter.
 
@@ -173,6 +178,7 @@ class LocalRuntime:
             capacity: positions that the caches hold.
             dtype: of target and drafter; `auto` keeps the target checkpoint's.
             device: where everything runs.
+            shape: of trees, or none.
 
         Raises:
             ValueError: if the target cannot be loaded.
@@ -184,20 +190,43 @@ class LocalRuntime:
         embedding = stages[0].modules.embedding
         assert embedding is not None
         drafter.to(device=device, dtype=embedding.weight.dtype)
-        return cls(stages, DraftSession(drafter, embedding, capacity), num_tokens)
+        return cls(stages, DraftSession(drafter, embedding, capacity), num_tokens, shape)
 
     def pipelined(
-        self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition, stats: DecodeStats
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        stop: StopCondition,
+        stats: DecodeStats,
+        scores: TokenScores | None = None,
     ) -> Generator[int]:
         """Decodes with the drafter; see `decode`."""
-        verifier = make_verifier(params, self.num_tokens, self.draft_token_ids)
+        verifier = scored(make_verifier(params, self.num_tokens, self.draft_token_ids), scores)
         proposer = make_proposer(params, self.draft_token_ids)
         pipeline = LocalPipeline(self.stages, self.session, proposer, verifier, self.timer)
         return decode(pipeline, len(self.stages), prompt, stop, stats)
 
-    def plain(self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition) -> Generator[int]:
+    def tree(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        stop: StopCondition,
+        stats: DecodeStats,
+        scores: TokenScores | None = None,
+    ) -> Generator[int]:
+        """Decodes with the drafter's trees, of the shape that this was loaded with; see `decode`."""
+        assert self.shape is not None
+        verifier = scored_candidates(make_tree_verifier(params, self.num_tokens, self.draft_token_ids), scores)
+        proposer = make_tree_proposer(params, self.draft_token_ids)
+        pipeline = TreePipeline(self.tree_stages, self.tree_session, proposer, verifier, self.timer)
+        return decode(pipeline, len(self.stages), prompt, stop, stats, schedule_maker(self.shape))
+
+    def plain(
+        self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition, scores: TokenScores | None = None
+    ) -> Generator[int]:
         """Decodes without drafts; see `decode_plainly`."""
-        return decode_autoregressively(self.stages, make_verifier(params, self.num_tokens), prompt, stop)
+        verifier = scored(make_verifier(params, self.num_tokens), scores)
+        return decode_autoregressively(self.stages, verifier, prompt, stop)
 
     def follow(self, make_stop: Callable[[SamplingParams], StopCondition]) -> None:
         """There is nobody to follow."""

@@ -7,13 +7,16 @@ exchanges one record with all others. Knows neither processes nor files.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
-from spd_lightning.inference.coordinator import CycleOutcome
+from spd_lightning.inference.coordinator import CycleOutcome, Schedule
 from spd_lightning.inference.runtime.distributed import Transport
 from spd_lightning.inference.runtime.wire import DRAWN, CycleRecord, LawSlots, Message, Request
-from spd_lightning.inference.schedule import CyclePlan, PipelineSchedule, Rollback, Verdict
+from spd_lightning.inference.sampling import SamplingParams
+from spd_lightning.inference.schedule import CyclePlan, Verdict
+from spd_lightning.inference.tree.schedule import Draft
 
 LEAD = 0
 """Rank that takes requests and shows answers; it has the first stage."""
@@ -24,25 +27,26 @@ class Abandoned(Exception):
 
 
 class Mailbox:
-    """Two messages of one shape, in turn, so that one can be read while the next one comes in.
+    """Two messages of each shape, in turn, so that one can be read while the next one comes in.
 
     Args:
         num_parts: tensors in a message.
         dim: width of a state.
         dtype: of the states.
         device: where they lie.
+        max_count: tokens of a message, of those that are kept.
     """
 
-    def __init__(self, num_parts: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, num_parts: int, dim: int, dtype: torch.dtype, device: torch.device, max_count: int = 1) -> None:
         self._make = lambda count: Message((num_parts, count, dim), dtype, device)
-        self._pool = (self._make(1), self._make(1))
+        self._pools = [(self._make(count), self._make(count)) for count in range(1, max_count + 1)]
         self._turn = 0
-        self.last = self._pool[0]
+        self.last = self._pools[0][0]
 
     def next(self, count: int = 1) -> Message:
         """The next message to fill or to receive; one for a whole prompt is made for the occasion."""
         self._turn ^= 1
-        self.last = self._pool[self._turn] if count == 1 else self._make(count)
+        self.last = self._pools[count - 1][self._turn] if count <= len(self._pools) else self._make(count)
         return self.last
 
 
@@ -67,9 +71,9 @@ class Rank(ABC):
         """Readies the rank for a request."""
         self.request = request.number
         self.is_leaving = False
-        self._settle()
+        self.settle()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Waits for the transfers of the last cycle."""
         self.posted.wait()
 
@@ -89,10 +93,21 @@ class Rank(ABC):
         return records
 
     def _end_cycle(self, plan: CyclePlan, draft: int = -1, verdict: Verdict | None = None) -> CycleOutcome:
-        fields = (-1, -1) if verdict is None else (int(verdict.accepted), verdict.token)
-        mine = CycleRecord(self.request, plan.epoch, plan.cycle, plan.newest, draft, *fields, int(self.is_leaving))
-        records = self._exchange(mine)
+        records = self._exchange(self._record(plan, verdict, draft=draft))
         return CycleOutcome(records[self.num_stages].draft, records[self.num_stages - 1].to_verdict())
+
+    def _end_tree_cycle(
+        self, plan: CyclePlan, candidates: tuple[Draft, ...] = (), verdict: Verdict | None = None
+    ) -> CycleOutcome:
+        records = self._exchange(self._record(plan, verdict, candidates=candidates))
+        return CycleOutcome(records[self.num_stages].candidates, records[self.num_stages - 1].to_verdict())
+
+    def _record(self, plan: CyclePlan, verdict: Verdict | None, **drafted: Any) -> CycleRecord:
+        fields = (-1, -1) if verdict is None else (int(verdict.accepted), verdict.token)
+        return CycleRecord(
+            self.request, plan.epoch, plan.cycle, plan.newest,
+            verdict=fields[0], token=fields[1], abandoned=int(self.is_leaving), **drafted,
+        )  # fmt: skip
 
     def _end_block(self, newest: int, token: int | None = None) -> int:
         """Closes a prefill or a step of plain decoding; the token behind `newest`."""
@@ -106,7 +121,7 @@ class Rank(ABC):
         with suppress(Abandoned):
             self.forward([token], position)
 
-    def abandon(self, schedule: PipelineSchedule) -> None:
+    def abandon(self, schedule: Schedule) -> None:
         """On the lead: lets all ranks run one more cycle, and tells them in its record that it was the last."""
         self.is_leaving = True
         with suppress(Abandoned):
@@ -116,21 +131,21 @@ class Rank(ABC):
     def prefill(self, prompt: Sequence[int]) -> int:
         """This rank's part of taking a prompt in; the token behind it."""
 
-    def cycle(self, schedule: PipelineSchedule) -> CycleOutcome:
+    def cycle(self, schedule: Any) -> CycleOutcome:
         """This rank's part of a cycle."""
         plan = schedule.plan()
         self._announce(f"cycle {plan.cycle}")
         with self.transport.timer.cycle(plan):
-            self._settle()
+            self.settle()
             return self._run_cycle(plan, schedule)
 
     @abstractmethod
-    def _run_cycle(self, plan: CyclePlan, schedule: PipelineSchedule) -> CycleOutcome:
+    def _run_cycle(self, plan: Any, schedule: Any) -> CycleOutcome:
         """What the plan implies for this rank, and the exchange of records."""
 
     @abstractmethod
-    def rollback(self, rollback: Rollback) -> None:
-        """Undoes what a rejection made void."""
+    def rollback(self, rollback: Any) -> None:
+        """Undoes what a verdict made void."""
 
     @abstractmethod
     def forward(self, tokens: Sequence[int], position: int) -> int:
@@ -142,10 +157,15 @@ def law_slots(request: Request, num_stages: int, vocab_size: int, device: torch.
 
     With one stage the verifier needs the draft before the cycle's record, which would bring it too late.
     """
-    params = request.params
     if request.method == "plain":
         return None
-    if not params.is_greedy and params.verify == "rejection":
-        num_entries = min(params.top_k, vocab_size) if params.top_k else vocab_size
+    if num_entries := law_entries(request.params, vocab_size):
         return LawSlots(num_stages + 1, num_entries, vocab_size, device)
     return LawSlots(num_stages + 1, 0, vocab_size, device) if num_stages == 1 else None
+
+
+def law_entries(params: SamplingParams, vocab_size: int) -> int:
+    """Non-zero entries at most of the draft laws that the verifier needs; 0 where it needs none."""
+    if params.is_greedy or params.verify == "coupled":
+        return 0
+    return min(params.top_k, vocab_size) if params.top_k else vocab_size

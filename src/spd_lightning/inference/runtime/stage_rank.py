@@ -11,7 +11,7 @@ from spd_lightning.inference.runtime.rank import Mailbox, Rank, law_slots
 from spd_lightning.inference.runtime.wire import Request, Stamp
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.schedule import CyclePlan, PipelineSchedule, Rollback, Verdict
-from spd_lightning.inference.stage import Stage
+from spd_lightning.inference.stage import Stage, StageOutput
 from spd_lightning.inference.timing import VERIFY, stage_span
 from spd_lightning.inference.verify import DraftProposal, Verifier
 
@@ -103,7 +103,7 @@ class StageRank(Rank):
 
     def _run_block(self, tokens: Sequence[int], position: int, has_drafter: bool) -> int:
         """A prompt, or one token of plain decoding, through all stages one after the other."""
-        self._settle()
+        self.settle()
         if position == 0:
             self.stage.clear()
         stamp = Stamp(self.request, 0, position)
@@ -124,6 +124,10 @@ class StageRank(Rank):
         """Advances tokens; the last one's logits, and what there is to send."""
         with self.transport.timer.span(stage_span(self.stage.number)):
             output = self.stage.run(entering, stamp.position)
+        return output.logits, self._to_send(output, stamp, has_drafter)
+
+    def _to_send(self, output: StageOutput, stamp: Stamp, has_drafter: bool) -> list[Operation]:
+        """Hidden states for the next stage, anchors for the drafter."""
         count, operations = output.hidden.shape[1], list[Operation]()
         if not self.is_last:
             message = self.outbox.next(count)
@@ -133,4 +137,4 @@ class StageRank(Rank):
             message = self.anchors.next(count)
             message.fill(stamp, *output.anchors.values())
             operations.append(Operation("send", message.data, self.num_stages))
-        return output.logits, operations
+        return operations

@@ -5,19 +5,20 @@ ranks. Wall clock and virtual clock answer different questions and are never add
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 from spd_lightning.inference.runtime.local import LocalRuntime
-from spd_lightning.inference.runtime.rank import law_slots
-from spd_lightning.inference.runtime.wire import Message, Request
+from spd_lightning.inference.runtime.rank import law_entries, law_slots
+from spd_lightning.inference.runtime.wire import LevelLaws, Message, Request
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.schedule import CyclePlan
 from spd_lightning.inference.stats import DecodeStats
 from spd_lightning.inference.stopping import StopCondition
 from spd_lightning.inference.timing import PDM, VERIFY, CycleTimer, CycleTimes, device_seconds, stage_span
+from spd_lightning.inference.token_scores import TokenScores
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class MessageSizes:
     hidden: int
     anchors: tuple[int, ...]
 
+    @staticmethod
+    def of(num_bytes: int, count: int) -> int:
+        """Bytes of a message of so many tokens; `num_bytes` is that of one, or 0 where nothing is sent."""
+        return num_bytes + (count - 1) * max(0, num_bytes - Message.HEADER_BYTES)
+
 
 class VirtualClock(CycleTimer):
     """Times of the parts of cycles, and how long the cycles would have taken with a device per rank.
@@ -70,7 +76,8 @@ class VirtualClock(CycleTimer):
         now: a clock in seconds, as for `CycleTimer`.
 
     Attributes:
-        law_bytes: of the message that a draft and its law travel in; 0 where the record is all that is needed.
+        law_bytes: of the message that a draft and its law, or a tree's laws of one node, travel in; 0 where the record
+            is all that is needed.
     """
 
     def __init__(
@@ -95,33 +102,45 @@ class VirtualClock(CycleTimer):
         with super().cycle(plan):
             yield
         times = self.cycles[-1]
-        times.seconds = self.cycle_seconds(times)
+        counts = {number: plan.count_at(number) for number in range(1, self.num_stages + 1)}
+        times.seconds = self.cycle_seconds(times, counts, plan.num_leaves)
         self.seconds += times.seconds
 
-    def cycle_seconds(self, times: CycleTimes) -> float:
+    def cycle_seconds(self, times: CycleTimes, counts: Mapping[int, int] | None = None, num_leaves: int = 1) -> float:
         """From the exchange of records to the next one: all ranks begin together and end with the last of them.
 
         Stages run at once, each on what came in the cycle before. Hidden states and anchors travel when a stage has
         ended; the verifier judges in its own time meanwhile. Pre-step, the drafter begins with the cycle; post-step,
         when the last anchors have come. A draft's law is there before the cycle ends, and with one stage, before the
         verifier judges.
+
+        Args:
+            times: of the parts.
+            counts: tokens that each stage ran, by its number; one each unless given.
+            num_leaves: nodes of the newest level.
         """
         spans, link, last = times.spans, self.link, self.num_stages
-        ended = {number: spans[stage_span(number)] for number in range(1, min(times.fill, last) + 1)}
+        names = {number: stage_span(number) for number in range(1, last + 1)}
+        ended = {number: spans[name] for number, name in names.items() if name in spans}
+        of, count = self.sizes.of, {number: (counts or {}).get(number, 1) for number in ended}
         sent = max(
-            (seconds + link.seconds(self.sizes.hidden) for number, seconds in ended.items() if number < last),
+            (
+                seconds + link.seconds(of(self.sizes.hidden, count[number]))
+                for number, seconds in ended.items()
+                if number < last
+            ),
             default=0.0,
         )
         anchored = max(
             (
-                seconds + link.seconds(num_bytes)
+                seconds + link.seconds(of(num_bytes, count[number]))
                 for number, seconds in ended.items()
                 if (num_bytes := self.sizes.anchors[number - 1])
             ),
             default=0.0,
         )
         drafted = spans[PDM] if self.drafts_first else anchored + spans[PDM]
-        drafted += link.seconds(self.law_bytes)
+        drafted += link.seconds(of(self.law_bytes, num_leaves))
         judging = ended.get(last, 0.0)
         if last == 1:
             judging = max(judging, drafted)
@@ -146,13 +165,33 @@ class VirtualRuntime(LocalRuntime):
         self.num_devices = layout.num_stages + 1
 
     def pipelined(
-        self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition, stats: DecodeStats
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        stop: StopCondition,
+        stats: DecodeStats,
+        scores: TokenScores | None = None,
     ) -> Generator[int]:
         """Decodes with the drafter, as `LocalRuntime`, with the messages of these parameters on the clock."""
         request, config = Request(0, "pipelined", (), params), self.session.drafter.config
         laws = law_slots(request, config.num_stages, config.draft_vocab_size, self.device)
         self.virtual.law_bytes = 0 if laws is None else laws.at(0).data.numel()
-        return super().pipelined(prompt, params, stop, stats)
+        return super().pipelined(prompt, params, stop, stats, scores)
+
+    def tree(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        stop: StopCondition,
+        stats: DecodeStats,
+        scores: TokenScores | None = None,
+    ) -> Generator[int]:
+        """Decodes with the drafter's trees, as `LocalRuntime`, with the messages of these parameters on the clock."""
+        vocab_size = self.session.drafter.config.draft_vocab_size
+        num_entries = law_entries(params, vocab_size)
+        laws = LevelLaws(num_entries, vocab_size, self.device)
+        self.virtual.law_bytes = laws.of(1).data.numel() if num_entries else 0
+        return super().tree(prompt, params, stop, stats, scores)
 
     def start_timing(self) -> CycleTimer:
         """The clock, whose cycles so far are forgotten."""

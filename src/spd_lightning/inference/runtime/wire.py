@@ -4,19 +4,21 @@ Knows neither processes nor how tensors are sent.
 """
 
 import json
+import struct
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import Literal
 
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Float64, Int64, Shaped
 from torch import Tensor
 
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.schedule import Verdict
+from spd_lightning.inference.tree.schedule import Draft
 from spd_lightning.inference.verify import DraftProposal
 
-Method = Literal["pipelined", "plain"]
+Method = Literal["pipelined", "tree", "plain"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Request:
 
     Attributes:
         number: of this request, from 1.
-        method: `pipelined` decodes with the drafter, `plain` one token after the other.
+        method: `pipelined` decodes with the drafter's chains, `tree` with its trees, `plain` one token after the other.
         prompt: token ids.
         params: with a seed if they sample.
     """
@@ -62,6 +64,7 @@ class CycleRecord:
         verdict: from the verifier 0 or 1, or 2 for a token drawn without a judgement; -1 from others, or when none fell.
         token: the verdict's token, or -1.
         abandoned: 1 from the lead if nobody listens any more: the decode ends with this cycle.
+        candidates: of a tree's level, from the draft rank; empty from others.
     """
 
     request: int
@@ -72,6 +75,7 @@ class CycleRecord:
     verdict: int = -1
     token: int = -1
     abandoned: int = 0
+    candidates: tuple[Draft, ...] = ()
 
     @property
     def state(self) -> tuple[int, int, int, int]:
@@ -79,21 +83,45 @@ class CycleRecord:
         return self.request, self.epoch, self.cycle, self.newest
 
     def write(self, row: Int64[Tensor, " fields"]) -> None:
-        """Fills one row of `NUM_FIELDS` integers."""
-        row.copy_(torch.tensor(astuple(self)))
+        """Fills a row of `record_fields` integers, of which those of candidates that are not there are -1."""
+        own = (*(getattr(self, name) for name in RECORD_FIELDS), len(self.candidates))
+        drafted = [number for draft in self.candidates for number in (draft.token, draft.parent, bits_of(draft.score))]
+        row.fill_(-1)
+        row[: len(own) + len(drafted)] = torch.tensor([*own, *drafted])
 
     @classmethod
     def read(cls, values: Sequence[int]) -> "CycleRecord":
-        return cls(*values)
+        first = len(RECORD_FIELDS) + 1
+        starts = range(first, first + DRAFT_FIELDS * values[first - 1], DRAFT_FIELDS)
+        drafts = tuple(Draft(values[i], values[i + 1], float_of(values[i + 2])) for i in starts)
+        return cls(*values[: first - 1], candidates=drafts)
 
     def to_verdict(self) -> Verdict | None:
         """The judgement, if this rank made one."""
         return Verdict(bool(self.verdict), self.token) if self.verdict in (0, 1) else None
 
 
-NUM_FIELDS = 8
+RECORD_FIELDS = tuple(field.name for field in fields(CycleRecord) if field.name != "candidates")
+DRAFT_FIELDS = 3
 DRAWN = 2
 """`CycleRecord.verdict` of a token that was drawn without judging a draft: after a prompt, and in plain decoding."""
+
+
+def record_fields(max_width: int) -> int:
+    """Integers of a record that has room for so many candidates; none where no trees are decoded."""
+    return len(RECORD_FIELDS) + 1 + DRAFT_FIELDS * max_width
+
+
+def bits_of(number: float) -> int:
+    """A float64 as the int64 with its bits."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", number))
+    return bits
+
+
+def float_of(bits: int) -> float:
+    """The float64 that `bits_of` was given."""
+    (number,) = struct.unpack("<d", struct.pack("<q", bits))
+    return number
 
 
 @dataclass(frozen=True)
@@ -174,22 +202,65 @@ class LawSlots:
         """Fills the position's message."""
         message = self.at(stamp.position)
         message.payload[0] = proposal.token
-        indices, bits = message.payload[1:].view(2, -1)
-        indices.fill_(-1)
         if proposal.probs is not None:
-            drawn = proposal.probs.nonzero().flatten()
-            indices[: len(drawn)] = drawn
-            bits[: len(drawn)] = proposal.probs[drawn].view(torch.int64)
+            pack_law(proposal.probs, message.payload[1:])
         message.seal(stamp)
         return message
 
     def read(self, stamp: Stamp) -> DraftProposal:
         """The proposal for a position."""
         entries = self.at(stamp.position).open(stamp)
-        indices, bits = entries[1:].view(2, -1)
-        if not len(indices):
+        if len(entries) == 1:
             return DraftProposal(int(entries[0]))
-        used = int((indices >= 0).sum())
-        probs = torch.zeros(self.vocab_size, dtype=torch.float64, device=entries.device)
-        probs[indices[:used]] = bits[:used].view(torch.float64)
-        return DraftProposal(int(entries[0]), probs)
+        return DraftProposal(int(entries[0]), unpack_law(entries[1:], self.vocab_size))
+
+
+class LevelLaws:
+    """The draft laws of a tree's newest level on their way to the verifier, one message a cycle.
+
+    Args:
+        num_entries: non-zero entries of a law at most.
+        vocab_size: of the draft vocabulary.
+        device: where the messages lie.
+    """
+
+    def __init__(self, num_entries: int, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self._make = lambda count: Message((count, 2 * num_entries), torch.int64, device)
+        self._messages: dict[int, Message] = {}
+
+    def of(self, count: int) -> Message:
+        """The message for the laws of so many nodes."""
+        if count not in self._messages:
+            self._messages[count] = self._make(count)
+        return self._messages[count]
+
+    def write(self, laws: Sequence[Float64[Tensor, " draft_vocab"]], stamp: Stamp) -> Message:
+        """Fills the message of these laws."""
+        message = self.of(len(laws))
+        for law, entries in zip(laws, message.payload, strict=True):
+            pack_law(law, entries)
+        message.seal(stamp)
+        return message
+
+    def read(self, count: int, stamp: Stamp) -> list[Float64[Tensor, " draft_vocab"]]:
+        """The laws of so many nodes, in memory of their own."""
+        return [unpack_law(entries, self.vocab_size) for entries in self.of(count).open(stamp)]
+
+
+def pack_law(law: Float64[Tensor, " draft_vocab"], entries: Int64[Tensor, " numbers"]) -> None:
+    """Writes a law's non-zero entries: indices, then probabilities bit for bit; unused ones have the index -1."""
+    indices, bits = entries.view(2, -1)
+    drawn = law.nonzero().flatten()
+    indices.fill_(-1)
+    indices[: len(drawn)] = drawn
+    bits[: len(drawn)] = law[drawn].view(torch.int64)
+
+
+def unpack_law(entries: Int64[Tensor, " numbers"], vocab_size: int) -> Float64[Tensor, " draft_vocab"]:
+    """The law that `pack_law` wrote."""
+    indices, bits = entries.view(2, -1)
+    used = int((indices >= 0).sum())
+    law = torch.zeros(vocab_size, dtype=torch.float64, device=entries.device)
+    law[indices[:used]] = bits[:used].view(torch.float64)
+    return law

@@ -55,9 +55,27 @@ class Eagle3Config:
         return 2, self.num_layers // 2, self.num_layers - 3
 
     @property
+    def rotary_dims(self) -> int:
+        """Dimensions of a head that rotary positions turn: all."""
+        return self.head_dim
+
+    @property
     def num_spec_layers(self) -> int:
         """`L_s`."""
         return 1
+
+    @property
+    def layer_parameters(self) -> int:
+        """The weights of the decoder layer's linear maps."""
+        query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * (2 * (query + 2 * kv) + query)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole drafter: fusing, the layer with its three norms, the output norm and the draft head."""
+        maps = len(self.anchors) * self.hidden_size**2 + self.layer_parameters
+        return maps + 4 * self.hidden_size + self.draft_vocab_size * self.hidden_size
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict that `from_dict` takes back."""

@@ -24,19 +24,22 @@ class EagleFlops:
     drafter: Eagle3Config
     num_steps: int
 
-    def of(self, lengths: Int[Tensor, " batch"], num_supervised: int) -> float:
+    def of(self, lengths: Int[Tensor, " batch"], num_supervised: int, fill: Int[Tensor, " batch"]) -> float:
         """Of one batch.
 
         Args:
             lengths: tokens of each sequence.
             num_supervised: chains; the few whose last steps lie beyond their answers count in full.
+            fill: of no concern here.
         """
+        del fill
         tokens, pairs = tokens_and_pairs(lengths)
         hidden, config, steps = self.drafter.hidden_size, self.drafter, self.num_steps
-        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        query = config.num_heads * config.head_dim
         head = config.draft_vocab_size * hidden
         fusing = len(config.anchors) * hidden**2
-        layer = 2 * hidden * (query + 2 * kv) + query * hidden + 3 * hidden * config.intermediate_size
         attention = 4 * query * (steps * pairs + steps * (steps - 1) / 2 * tokens)
-        drafting = 2 * (fusing + steps * layer) * tokens + attention + 2 * steps * head * num_supervised
+        drafting = (
+            2 * (fusing + steps * config.layer_parameters) * tokens + attention + 2 * steps * head * num_supervised
+        )
         return target_flops(self.target, head, tokens, pairs, steps * num_supervised) + 3 * drafting

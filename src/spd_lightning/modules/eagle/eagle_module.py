@@ -28,10 +28,12 @@ class Eagle3Module(Distillation[Eagle3Drafter]):
         target: Transformers folder or hub id of the target (Qwen3.5, Qwen3 or Llama family, at least 7 layers).
         num_steps: steps of the training-time test: the drafter is unrolled on its own outputs so often.
         step_weights: of each step's loss; 1, 0.8, 0.64 and so on when absent.
-        num_heads: query heads of the drafter; the target's when absent.
-        num_kv_heads: key and value heads of the drafter; the target's when absent.
-        head_dim: head width of the drafter; the target's when absent.
-        intermediate_size: MLP width of the drafter; the target's when absent.
+        init_from: folder or hub id of an EAGLE-3 drafter whose weights training begins with; what does not fit is
+            initialised and listed.
+        num_heads: query heads of the drafter; those of `init_from`, else the target's, when absent.
+        num_kv_heads: key and value heads of the drafter; likewise.
+        head_dim: head width of the drafter; likewise.
+        intermediate_size: MLP width of the drafter; likewise.
         rope_theta: rotary base of the drafter, on the full head.
         loss: `kl` (target to drafter), `reverse_kl`, or `tv` (one minus the expected acceptance).
         lr: peak learning rate of AdamW.
@@ -47,6 +49,7 @@ class Eagle3Module(Distillation[Eagle3Drafter]):
         target: str,
         num_steps: int = 7,
         step_weights: list[float] | None = None,
+        init_from: str | None = None,
         num_heads: int | None = None,
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
@@ -67,6 +70,7 @@ class Eagle3Module(Distillation[Eagle3Drafter]):
         self.save_hyperparameters()
         self.target_shape = read_target_shape(target)
         self.layout = whole_target_layout(self.target_shape.num_layers)
+        self.source_config = self.read_source(init_from, is_eagle=True)
         self.drafter_config(draft_vocab_size=1)  # complains of a target with too few layers, and of sizes
         self.validation_acceptance = ChainAcceptance(num_steps)
 
