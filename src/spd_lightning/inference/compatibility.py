@@ -34,8 +34,8 @@ def check_trees(config: DrafterConfig | Eagle3Config, shape: TreeShape) -> None:
         raise ValueError(f"tree_width={shape.width}: an EAGLE-3 drafter drafts chains only: leave it out")
     if config.num_stages == 1:
         raise ValueError(
-            f"tree_width={shape.width}: with one stage nothing is in flight behind the newest token, so a tree cannot "
-            "help: leave it out"
+            f"trees {shape.width} wide: the drafter has one stage, and with one stage nothing is in flight behind the "
+            "newest token, so a tree cannot help: decode without trees"
         )
 
 

@@ -4,11 +4,11 @@ It reads what it has received; whether a cycle's own stage forwards are among th
 transport.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from spd_lightning.inference.caches import KeyValueBuffer
@@ -64,8 +64,7 @@ class DraftSession:
             anchors: states of all prompt positions at every anchor but 0.
         """
         states = [anchors[anchor] if anchor else self.embedding(tokens) for anchor in self.anchors]
-        count = tokens.shape[1]
-        self.run(self.features(states, self.num_stages), range(count), causal_mask(count, 0), keep=count)
+        self.run_chain(self.features(states, self.num_stages), keep=tokens.shape[1])
 
     @torch.no_grad()
     def receive(self, position: int, anchors: Mapping[int, Float[Tensor, "1 1 dim"]]) -> None:
@@ -91,8 +90,7 @@ class DraftSession:
         positions = range(self.length, plan.newest + 1)
         depths = [self.layout.depth_when_drafting(plan.newest - position, plan.fill) for position in positions]
         rows = [self._row(position, depth) for position, depth in zip(positions, depths, strict=True)]
-        visible = causal_mask(len(rows), self.length)
-        hidden = self.run(torch.cat(rows, dim=2), positions, visible, keep=depths.count(self.num_stages))
+        hidden = self.run_chain(torch.cat(rows, dim=2), keep=depths.count(self.num_stages))
         return self.drafter.lm_head(hidden[0, 0, -1])
 
     def _row(self, position: int, depth: int) -> Float[Tensor, "1 1 1 dim"]:
@@ -105,10 +103,18 @@ class DraftSession:
         features, deepest = self.drafter.features, self.drafter.layout.deepest_anchor(depth)
         return features.project(features.join(states[: deepest + 1]), deepest)[:, None]
 
+    def run_chain(self, rows: Float[Tensor, "1 1 seq dim"], keep: int) -> Float[Tensor, "1 1 seq dim"]:
+        """`run` of rows that follow the cached ones and one another; made on the device, so that the host need not wait."""
+        count, total = rows.shape[2], self.length + rows.shape[2]
+        visible = None  # a single row sees all
+        if count > 1:
+            visible = torch.ones(count, total, dtype=torch.bool, device=rows.device).tril(self.length)
+        return self.run(rows, torch.arange(self.length, total, device=rows.device), visible, keep)
+
     def run(
         self,
         rows: Float[Tensor, "1 1 seq dim"],
-        positions: Sequence[int],
+        positions: Int64[Tensor, " seq"],
         visible: Bool[Tensor, "seq keys"] | None,
         keep: int,
     ) -> Float[Tensor, "1 1 seq dim"]:
@@ -120,9 +126,8 @@ class DraftSession:
             visible: which cached and new rows each row sees; None: all.
             keep: so many of them, the first ones, stay in the cache.
         """
-        self.visible = None if visible is None else visible.to(rows.device)
-        position_ids = torch.tensor([list(positions)], device=rows.device)
-        hidden = self.drafter.run_layers(rows, position_ids, [self._attend(buffer) for buffer in self.buffers], 1)
+        self.visible = visible
+        hidden = self.drafter.run_layers(rows, positions[None], [self._attend(buffer) for buffer in self.buffers], 1)
         self.length += keep
         for buffer in self.buffers:
             buffer.rollback(self.length)
@@ -136,8 +141,3 @@ class DraftSession:
             return out[:, :, None]
 
         return attend
-
-
-def causal_mask(count: int, cached: int) -> Bool[Tensor, "count keys"] | None:
-    """Each of `count` new rows sees the cached ones, those before it and itself; None for a single one, which sees all."""
-    return torch.ones(count, cached + count, dtype=torch.bool).tril(cached) if count > 1 else None

@@ -18,24 +18,28 @@ from tests.modules.conftest import make_target
 
 PROMPT = list(range(60, 67))
 REQUESTS = [
-    SamplingParams(8),
-    SamplingParams(8, temperature=0.9, top_k=20, seed=3),
-    SamplingParams(8, temperature=1.0, seed=4),
-    SamplingParams(8, temperature=1.0, seed=5, verify="coupled"),
+    SamplingParams(6),
+    SamplingParams(6, temperature=0.9, top_k=20, seed=3),
+    SamplingParams(6, temperature=1.0, seed=5, verify="coupled"),
+    SamplingParams(6, temperature=1.0, seed=4),
 ]
 SHAPE = TreeShape(2, 3)
 
 
-@pytest.mark.parametrize(("family", "num_stages", "schedule"), [("qwen3_5", 3, "pre_step"), ("llama", 2, "post_step")])
+@pytest.mark.parametrize(
+    ("family", "num_stages", "schedule", "requests"),
+    [("qwen3_5", 3, "pre_step", REQUESTS[:3]), ("llama", 2, "post_step", REQUESTS[3:])],
+    ids=["qwen3_5", "llama"],
+)
 def test_ranks_decode_the_trees_that_one_process_decodes(
-    family: str, num_stages: int, schedule: str, tmp_path: Path
+    family: str, num_stages: int, schedule: str, requests: list[SamplingParams], tmp_path: Path
 ) -> None:
     target = make_target(family, 8, torch.float32)
     layout = FeatureLayout.build(8, num_stages, schedule=schedule)
 
     def lead(runtime):
         answers = []
-        for params in REQUESTS:
+        for params in requests:
             for _ in islice(runtime.tree(PROMPT, params, stop_for(params), DecodeStats(num_stages)), 3):
                 pass  # nobody listens to the rest
             stats = DecodeStats(num_stages)
@@ -50,10 +54,10 @@ def test_ranks_decode_the_trees_that_one_process_decodes(
         tmp_path,
     )
     assert [outcome.error for outcome in outcomes] == [None] * (num_stages + 1)
-    for params, (trees, stats, chain, plain) in zip(REQUESTS, outcomes[0].value, strict=True):
-        local = run_tree(make_tree_pipeline(target, layout, SHAPE, params), layout, SHAPE, PROMPT, 8)
+    for params, (trees, stats, chain, plain) in zip(requests, outcomes[0].value, strict=True):
+        local = run_tree(make_tree_pipeline(target, layout, SHAPE, params), layout, SHAPE, PROMPT, 6)
         assert (trees, stats) == local
-        assert chain == run(make_pipeline(target, layout, params), layout, PROMPT, 8)[0]
+        assert chain == run(make_pipeline(target, layout, params), layout, PROMPT, 6)[0]
         assert plain == plainly(target, layout, PROMPT, params)
         if params.is_greedy or params.verify == "coupled":
             assert trees == plain

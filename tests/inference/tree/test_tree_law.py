@@ -86,15 +86,17 @@ def chance_of_verdicts(judge: Callable, monkeypatch: pytest.MonkeyPatch, tokens:
     return law + reached * weights[-1] / weights[-1].sum()
 
 
-@pytest.mark.parametrize("name", ["plain", "cold", "all"])
-@pytest.mark.parametrize("count", [2, 3])
-def test_candidates_of_a_node_reproduce_the_target_law(name: str, count: int, monkeypatch) -> None:
-    """All ordered draws of the proposer, each with its chance, and the verdicts on them, by the code itself."""
-    params = SamplingParams(**WARPS[name], seed=0)
+def law_of_candidates(
+    params: SamplingParams, count: int, make_verifier: Callable, monkeypatch
+) -> tuple[Tensor, Tensor]:
+    """What is committed behind a node with so many candidates, and what should be.
+
+    By all ordered draws of the proposer, each with its chance, and the verdicts on them, by the code itself.
+    """
     target, draft = logits_pair(3)
     p, q = laws(params, target, draft)
     proposer = make_tree_proposer(params, DRAFT_IDS)
-    verifier = make_tree_verifier(params, NUM_TOKENS, DRAFT_IDS)
+    verifier = make_verifier(params, NUM_TOKENS, DRAFT_IDS)
     possible = q[DRAFT_IDS].nonzero().flatten().tolist()
     law, total = torch.zeros(NUM_TOKENS, dtype=torch.float64), 0.0
     for wanted in permutations(possible, min(count, len(possible))):
@@ -112,6 +114,12 @@ def test_candidates_of_a_node_reproduce_the_target_law(name: str, count: int, mo
         monkeypatch.undo()
         total += choices.chance
     assert abs(total - 1) < 1e-12
+    return law, p
+
+
+@pytest.mark.parametrize(("name", "count"), [("plain", 2), ("cold", 3), ("all", 2), ("all", 3)])
+def test_candidates_of_a_node_reproduce_the_target_law(name: str, count: int, monkeypatch) -> None:
+    law, p = law_of_candidates(SamplingParams(**WARPS[name], seed=0), count, make_tree_verifier, monkeypatch)
     torch.testing.assert_close(law, p, rtol=0, atol=1e-9)
 
 
@@ -179,9 +187,9 @@ def chance_of_trees(bench: TreeBench, case: Case, shape: TreeShape, pair: Pair) 
 
 
 TREES = {
-    "plain": (CASES["plain"], TreeShape(2, 3)),
+    "plain": (replace(CASES["plain"], num_seeds=150), TreeShape(2, 3)),
     "three_stages": (
-        replace(CASES["four_stages"], family="qwen3", num_stages=3, num_seeds=200, num_tokens=3), TreeShape(2, 4),
+        replace(CASES["four_stages"], family="qwen3", num_stages=3, num_seeds=100, num_tokens=3), TreeShape(2, 4),
     ),
 }  # fmt: skip
 
@@ -228,11 +236,11 @@ class QStays(RecursiveRejectionVerifier):
         left = self._law(logits)
         for index, token in enumerate(candidates):
             q = float(draft_probs[self._draft_ids.index(token)])
-            if uniform(self._seed, position, verify.Purpose.ACCEPT, index) * q < float(left[token]):
+            if verify.uniform(self._seed, position, verify.Purpose.ACCEPT, index) * q < float(left[token]):
                 return Verdict(True, token)
             left = verify.residual_weights(left, draft_probs, self._draft_token_ids)
             left = left / left.sum()
-        return Verdict(False, verify.draw(left, uniform(self._seed, position, verify.Purpose.TARGET)))
+        return Verdict(False, verify.draw(left, verify.uniform(self._seed, position, verify.Purpose.TARGET)))
 
 
 class DropsFirst(RecursiveRejectionVerifier):
@@ -243,13 +251,18 @@ class DropsFirst(RecursiveRejectionVerifier):
 
 
 WRONG_PAIRS = {
-    "the best, each against Q": Pair(BestProposer, EachAgainstQ),
-    "Q stays as it was": Pair(verifier=QStays),
-    "a pruned candidate is not judged": Pair(verifier=DropsFirst),
+    "the best, each against Q": (Pair(BestProposer, EachAgainstQ), 100),
+    "a pruned candidate is not judged": (Pair(verifier=DropsFirst), 120),
 }
 
 
 @pytest.mark.parametrize("name", WRONG_PAIRS)
 def test_a_wrong_rule_shows_in_the_law(name: str, bench_of) -> None:
-    case = replace(CASES["cold"], num_seeds=250)
-    assert chance_of_trees(bench_of(case), case, TreeShape(2, 2), WRONG_PAIRS[name])[0] < WRONG
+    pair, num_seeds = WRONG_PAIRS[name]
+    case = replace(CASES["cold"], num_seeds=num_seeds)
+    assert chance_of_trees(bench_of(case), case, TreeShape(2, 2), pair)[0] < WRONG
+
+
+def test_a_q_that_is_not_renormalised_shows_in_the_law_of_a_node(monkeypatch) -> None:
+    law, p = law_of_candidates(SamplingParams(**WARPS["plain"], seed=0), 2, QStays, monkeypatch)
+    assert float((law - p).abs().sum()) > 1e-3

@@ -41,7 +41,7 @@ def draft_at_random(rng: random.Random, plan, accuracy: float) -> list[Draft]:
     return [drafts[index] for index in sorted(rng.sample(range(len(drafts)), min(len(drafts), plan.width)))]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     num_stages=st.integers(2, 9),
     prompt_length=st.integers(1, 12),
@@ -144,6 +144,10 @@ def test_wrong_use_is_caught() -> None:
         TreeShape.build(0)
     with pytest.raises(ValueError, match="refill_width=2 is less than tree_width=4"):
         TreeShape.build(4, 2)
+    with pytest.raises(ValueError, match="tree_width=257: at most 256"):
+        TreeShape.build(257)
+    with pytest.raises(ValueError, match="refill_width=100000000: at most 256"):
+        TreeShape.build(2, 100_000_000)
     assert TreeShape.build(1) is None and TreeShape.build(1, 3) == TreeShape(1, 3)
     assert TreeShape.build(4) == TreeShape(4, 4)
     with pytest.raises(ValueError, match="num_stages=1: a draft tree needs"):

@@ -74,7 +74,8 @@ class TreeDraftSession:
             parents += nodes
             keep += len(nodes) if depth == session.num_stages else 0
         visible = self._visible(parents, len(waiting))
-        hidden = session.run(torch.cat(rows, dim=2), positions, visible, keep)
+        position_ids = torch.tensor(positions, device=self.states.device)
+        hidden = session.run(torch.cat(rows, dim=2), position_ids, visible, keep)
         if keep and self.left is not None:
             self._release(self.left)
             self.left = None
@@ -92,7 +93,7 @@ class TreeDraftSession:
             if parent != PREFIX:
                 visible[row] |= visible[row_of[parent]]
             visible[row, cached + row] = True
-        return visible
+        return visible.to(self.states.device)
 
     def prune(self, pruning: Pruning) -> None:
         """Forgets the nodes that a verdict drops."""

@@ -12,6 +12,9 @@ from spd_lightning.inference.schedule import CyclePlan, Rollback, Verdict
 PREFIX = -1
 """The parent of the root: what is committed and has left the pipeline."""
 
+MAX_WIDTH = 256
+"""Of a level. Caches are allocated for as many candidates in every stage, and messages for every number of them."""
+
 
 @dataclass(frozen=True)
 class TreeShape:
@@ -33,6 +36,9 @@ class TreeShape:
                 f"refill_width={self.refill_width} is less than tree_width={self.width}: give at least as much, or "
                 "leave it out"
             )
+        for name, width in (("tree_width", self.width), ("refill_width", self.refill_width)):
+            if width > MAX_WIDTH:
+                raise ValueError(f"{name}={width}: at most {MAX_WIDTH} is possible, and a few are useful, such as 4")
 
     @classmethod
     def build(cls, width: int, refill_width: int | None = None) -> "TreeShape | None":
