@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from spd_lightning.inference.decoder import PipelineDecoder
-from tests.inference.serve.live import Live, save_endless_folders, served
+from spd_lightning.inference.sampling import SamplingParams
+from tests.inference.serve.live import MESSAGES, Live, save_endless_folders, served
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +18,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.fixture(scope="session")
 def decoder(folders: tuple[str, str]) -> PipelineDecoder:
     return PipelineDecoder.from_pretrained(folders[0], max_length=192)
+
+
+@pytest.fixture(scope="session")
+def greedy_text(decoder: PipelineDecoder) -> str:
+    """What `generate` answers to `CHAT`."""
+    return decoder.generate(MESSAGES, SamplingParams(12)).text
 
 
 @pytest.fixture

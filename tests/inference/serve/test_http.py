@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from spd_lightning.inference.sampling import SamplingParams
+from spd_lightning.inference.serve.prompts import PromptReader
 from tests.inference.serve.live import CHAT, MESSAGES, MODEL, Live, served
 
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
@@ -127,6 +128,53 @@ def test_a_malformed_body_is_refused_and_begins_nothing(body: bytes, kept: Live)
     assert kept.brake.num_begun == begun
 
 
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ('"x\\ud800": 1', "the body: Input should be a valid string, unable to parse raw data as a unicode string"),
+        ('"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]',
+         "messages.0.content.0.type: Input should be 'text'"),
+        ('"messages": [{"role": "user", "content": null}]',
+         "messages.0.content: Input should be a valid string; or: Input should be a valid list"),
+        ('"messages": [{"role": "user", "content": "\\ud800"}]',
+         "messages.0.content: a text that is not valid Unicode (half of a surrogate pair); or: "
+         "Input should be a valid list"),
+    ],
+    ids=["key", "image", "null", "surrogate"],
+)  # fmt: skip
+def test_a_fault_is_told_where_it_is(field: str, message: str, kept: Live) -> None:
+    body = f'{{"model": "tiny", "messages": [{{"role": "user", "content": "Hi"}}], {field}}}'
+    with kept.client(**AS_JSON) as client:
+        assert error_of(client.post(CHATS, content=body)) == (400, None, message)
+
+
+def test_what_a_client_sent_is_not_sent_back_by_the_megabyte(kept: Live) -> None:
+    for changes in ({"n": ["x" * 10**6]}, {"model": "x" * 10**6}, {"x" * 10**6: 1}):
+        assert len(kept.chat(**changes).content) < 4000
+
+
+def test_a_prompt_that_takes_long_to_read_keeps_nobody_else_waiting(decoder) -> None:
+    reader, is_read = PromptReader(decoder.tokenizer, decoder.eos_ids, decoder.max_length, 32), threading.Event()
+    read, begun = reader.read, threading.Event()
+
+    def slowly(request: Any) -> Any:
+        begun.set()
+        assert is_read.wait(20)
+        return read(request)
+
+    reader.read = slowly
+    with served(decoder, reader=reader) as live:
+        thread, results = in_thread(live.chat)
+        assert begun.wait(20)
+        with live.client() as client:
+            try:
+                assert client.get("/health", timeout=5.0).status_code == 200
+            finally:
+                is_read.set()
+        thread.join(20)
+        assert results[0].status_code == 200
+
+
 def test_other_faults_have_openais_form_too(kept: Live) -> None:
     with kept.client() as client:
         assert error_of(client.get("/nothing"))[0] == 404
@@ -136,6 +184,8 @@ def test_other_faults_have_openais_form_too(kept: Live) -> None:
         assert error_of(named)[:2] == (404, "model_not_found")
         assert error_of(client.post(CHATS, data={"model": MODEL}))[0] == 400
         assert error_of(client.post(CHATS, content=b"x" * (4 * 2**20 + 1)))[:2] == (413, "body_too_large")
+        assert error_of(client.post(CHATS, content=b"x" * (8 * 2**20)))[:2] == (413, "body_too_large")
+        assert error_of(client.post(CHATS, content=b" " * 2**20))[0] == 400
         fault = client.post(CHATS, json=CHAT | {"unheard_of": 1}).json()["error"]
         assert (fault["message"], fault["param"]) == (
             "Unrecognized request argument supplied: unheard_of",
@@ -186,8 +236,7 @@ def in_thread(work: Any) -> tuple[threading.Thread, list[Any]]:
     return thread, results
 
 
-def test_those_who_wait_are_answered_in_turn_and_one_too_many_is_refused(decoder) -> None:
-    expected = decoder.generate(MESSAGES, SamplingParams(12)).text
+def test_those_who_wait_are_answered_in_turn_and_one_too_many_is_refused(decoder, greedy_text: str) -> None:
     with served(decoder, max_queue=1) as live:
         live.brake.free.clear()
         first, one = in_thread(live.chat)
@@ -199,9 +248,9 @@ def test_those_who_wait_are_answered_in_turn_and_one_too_many_is_refused(decoder
         live.brake.free.set()
         first.join(20)
         second.join(20)
-        assert one[0].json()["choices"][0]["message"]["content"] == expected
+        assert one[0].json()["choices"][0]["message"]["content"] == greedy_text
         text = "".join(event["choices"][0]["delta"].get("content", "") for event in events_of(two[0])[:-1])
-        assert text == expected
+        assert text == greedy_text
 
 
 def test_a_request_that_takes_too_long_is_told_so_where_it_stands(decoder) -> None:
@@ -234,7 +283,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error_and_frees_the_decoder(d
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("place", ["running", "waiting"])
 def test_a_client_that_goes_frees_the_decoder_and_the_next_answer_is_clean(
-    place: str, stream: bool, live: Live
+    place: str, stream: bool, live: Live, greedy_text: str
 ) -> None:
     body = json.dumps(CHAT | {"stream": stream, "max_tokens": 150}).encode()
     head = f"POST {CHATS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -259,7 +308,7 @@ def test_a_client_that_goes_frees_the_decoder_and_the_next_answer_is_clean(
         live.until(lambda: live.brake.num_closed == 1)
         live.brake.free.set()
     text = live.chat().json()["choices"][0]["message"]["content"]
-    assert text == live.decoder.generate(MESSAGES, SamplingParams(12)).text
+    assert text == greedy_text
 
 
 def test_a_body_that_does_not_come_is_given_up(decoder) -> None:

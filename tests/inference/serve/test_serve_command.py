@@ -55,12 +55,12 @@ class Process:
         self.url = found[1]
 
     def client(self, **changes: Any) -> openai.OpenAI:
-        http_client = openai.DefaultHttpxClient(trust_env=False)
+        http_client = openai.DefaultHttpxClient(trust_env=False, verify=False)
         fields: dict[str, Any] = {"base_url": f"{self.url}/v1", "api_key": KEY, "max_retries": 0, "timeout": 60.0}
         return openai.OpenAI(http_client=http_client, **fields | changes)
 
     def metric(self, name: str) -> float:
-        page = httpx.get(f"{self.url}/metrics", trust_env=False).text
+        page = httpx.get(f"{self.url}/metrics", trust_env=False, verify=False).text
         found = re.search(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE)
         return float(found[1]) if found else 0.0
 
@@ -68,7 +68,7 @@ class Process:
         deadline = time.monotonic() + 60
         while self.metric(name) < least:
             assert time.monotonic() < deadline, f"{name} has not come to {least}"
-            time.sleep(0.01)
+            time.sleep(0.05)
 
     def said(self) -> list[str]:
         """Lines on stderr, the libraries' notes left out."""
@@ -134,12 +134,12 @@ def test_openais_client_gets_the_answers_of_generate_and_sigterm_lets_one_under_
             next(iter(stream))  # and the client goes
         server.until('spd_answers_total{outcome="cancelled"}', 1)
 
-        thread, ended = long_answer(client, 80)
+        thread, ended = long_answer(client, 40)
         server.until("spd_queue_running", 1)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(LIMIT) == 0
         thread.join(20)
-        assert ended[0].choices[0].message.content == decoder.generate(MESSAGES, SamplingParams(80)).text
+        assert ended[0].choices[0].message.content == decoder.generate(MESSAGES, SamplingParams(40)).text
         assert server.said() == [] and KEY not in server.out.read_text()
         with pytest.raises(openai.APIConnectionError):
             client.models.list()
@@ -151,13 +151,13 @@ def test_ranks_answer_as_one_process_and_all_end_on_sigterm(folders, decoder, tm
     with started(tmp_path, folders[0], "--runtime", "distributed", "--shutdown_grace", "0") as server:
         client = server.client()
         fields: dict[str, Any] = {"model": "target", "messages": MESSAGES, "temperature": 0}
-        for _ in range(2):  # the second one behind an answer that was cancelled on all ranks
-            assert client.chat.completions.create(**fields, max_tokens=10).choices[0].message.content == expected
-            with client.chat.completions.create(**fields, max_tokens=160, stream=True) as stream:
-                next(iter(stream))
+        with client.chat.completions.create(**fields, max_tokens=160, stream=True) as stream:
+            next(iter(stream))
+        # Behind an answer that was cancelled on all ranks.
+        assert client.chat.completions.create(**fields, max_tokens=10).choices[0].message.content == expected
         with pytest.raises(openai.BadRequestError, match="--runtime local"):
             client.chat.completions.create(**fields, logprobs=True)
-        server.until('spd_answers_total{outcome="cancelled"}', 2)
+        server.until('spd_answers_total{outcome="cancelled"}', 1)
         thread, ended = long_answer(client, 160)
         server.until("spd_queue_running", 1)
         server.process.send_signal(signal.SIGTERM)

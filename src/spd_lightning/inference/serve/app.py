@@ -58,7 +58,7 @@ class Service:
         """
         self._check(request)
         request.refuse_unsupported()
-        prompt, num_new = self.reader.read(request)
+        prompt, num_new = await self.reader.read_aside(request)
         params = request.params(num_new, self.verify)
         ticket = Ticket(self.engine, prompt, params, request.num_top, self.timeout)
         answer = made(self.model, len(prompt), params, self.token_texts, request.num_top is not None)
@@ -144,7 +144,8 @@ def refusal_of(error: RequestValidationError) -> Refusal:
     faults = error.errors()
     fault = faults[0]
     where = place_of(fault)
-    param = where.split(".")[0] or None
+    top = where.split(".")[0]
+    param = top or None
     match fault["type"]:
         case "json_invalid":
             return Refusal(400, f"the body is not JSON: {fault.get('ctx', {}).get('error', fault['msg'])}")
@@ -154,9 +155,14 @@ def refusal_of(error: RequestValidationError) -> Refusal:
             return Refusal(400, f"{where} is missing: it is required", param=param)
         case "missing" | "model_attributes_type":
             return Refusal(400, "the body must be a JSON object, sent with Content-Type: application/json")
-    # Where there are several forms of a field, each has its fault.
-    messages = dict.fromkeys(other["msg"] for other in faults if place_of(other).split(".")[0] == param)
-    return Refusal(400, f"{where}: {'; or: '.join(messages)}", param=param)
+    # Where there are several forms of a field, each has its fault, and the one that was read furthest was meant.
+    faults = [other for other in faults if place_of(other).split(".")[0] == top]
+    depth = max(len(other["loc"]) for other in faults)
+    furthest = [other for other in faults if len(other["loc"]) == depth]
+    if len(furthest) < len(faults) and len({other["loc"][:-1] for other in furthest}) == 1:
+        faults, where = furthest[:1], place_of(furthest[0])
+    messages = dict.fromkeys(other["msg"].removeprefix("Value error, ") for other in faults)
+    return Refusal(400, f"{where or 'the body'}: {'; or: '.join(messages)}", param=param)
 
 
 def place_of(fault: Any) -> str:

@@ -12,6 +12,9 @@ from spd_lightning.inference.serve.refusal import Refusal
 MAX_BODY = 4 * 2**20
 """Bytes of a request's body."""
 
+MAX_READ = 16 * MAX_BODY
+"""Bytes of a larger one that are read and thrown away: a client hears of the refusal when it has sent all."""
+
 
 class Gate:
     """An ASGI application around another one.
@@ -72,21 +75,24 @@ class Gate:
             raise Refusal(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     async def _read(self, receive: Any) -> bytes | None:
-        body = bytearray()
+        body, size, is_complete = bytearray(), 0, False
         try:
             async with asyncio.timeout(self.timeout):
-                while True:
+                while not is_complete and size <= MAX_READ:
                     message = await receive()
                     if message["type"] != "http.request":
                         return None
-                    body += message.get("body", b"")
-                    if len(body) > MAX_BODY:
-                        close = {"Connection": "close"}
-                        raise Refusal(413, f"a body has at most {MAX_BODY} bytes", code="body_too_large", headers=close)
-                    if not message.get("more_body", False):
-                        return bytes(body)
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size <= MAX_BODY:
+                        body += part
+                    is_complete = not message.get("more_body", False)
         except TimeoutError:
             message = f"the body was not here within {self.timeout:g} s"
             raise Refusal(
                 408, message, "timeout_error", code="request_timeout", headers={"Connection": "close"}
             ) from None
+        if size > MAX_BODY:
+            close = {"Connection": "close"}
+            raise Refusal(413, f"a body has at most {MAX_BODY} bytes", code="body_too_large", headers=close)
+        return bytes(body)

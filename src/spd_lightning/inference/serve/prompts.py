@@ -1,6 +1,8 @@
-"""Requests to token ids, by the rule of training and `spd-infer generate`. Has a tokenizer to itself."""
+"""Requests to token ids, by the rule of training and `spd-infer generate`. Has a tokenizer and a thread to itself."""
 
+import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 from typing import Any
 
@@ -26,6 +28,11 @@ class PromptReader:
         self.eos_ids = tuple(eos_ids)
         self.max_length = max_length
         self.default_new_tokens = default_new_tokens
+        self._thread = ThreadPoolExecutor(1, "prompts")
+
+    async def read_aside(self, request: AnswerRequest) -> tuple[list[int], int]:
+        """`read` in a thread, in the order of the calls: a prompt of megabytes takes seconds, and streams go on."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.read, request)
 
     def read(self, request: AnswerRequest) -> tuple[list[int], int]:
         """Prompt, and how many tokens the answer may have.

@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+LONGEST = 1000
+"""Characters of an error's field: what a client has sent is not sent back by the megabyte."""
+
 
 class Refusal(Exception):
     """A request that is not answered, or not to its end.
@@ -39,11 +42,13 @@ class Refusal(Exception):
     def body(self) -> dict[str, Any]:
         """The error object."""
         fields = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": {name: None if value is None else spellable(value) for name, value in fields.items()}}
+        return {"error": {name: None if value is None else shown(value) for name, value in fields.items()}}
 
 
-def spellable(text: str) -> str:
-    """A text without halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+def shown(text: str) -> str:
+    """A text, its middle left out if it is long, without halves of surrogate pairs: JSON can hold them, UTF-8 cannot."""
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]} [...] {text[-LONGEST // 2 :]}"
     return text.encode("utf-8", "backslashreplace").decode()
 
 

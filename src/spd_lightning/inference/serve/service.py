@@ -55,11 +55,11 @@ def serve(decoder: PipelineDecoder, listener: socket.socket, settings: ServeSett
     num_tokens = len(decoder.tokenizer)
     start = decoder.start_autoregressive if settings.is_plain else decoder.start
     engine = Engine(start, num_tokens, settings.max_queue, metrics)
-    tokenizer = load_tokenizer(decoder.target_name)  # the decoder's own is used by this thread
+    tokenizer = load_tokenizer(decoder.target_name)  # each thread has its own
     service = Service(
         engine,
         PromptReader(tokenizer, decoder.eos_ids, decoder.max_length, settings.max_new_tokens),
-        TokenTexts(tokenizer),
+        TokenTexts(load_tokenizer(decoder.target_name)),
         metrics,
         settings.model or model_name(decoder.target_name),
         int(time.time()),
