@@ -380,10 +380,13 @@ def test_sigterm_stops_two_ranks_together_and_saves(everywhere: bool, workspace:
     assert not (tmp_path / "run" / "drafter").exists()
 
 
-def test_validate_reads_a_checkpoint(finished_run: Path, workspace: Path, capsys) -> None:
+def test_validate_reads_a_checkpoint(finished_run: Path, workspace: Path, capsys, monkeypatch) -> None:
+    told = []
+    monkeypatch.setattr("spd_lightning.callbacks.acceptance_report.rank_zero_info", told.append)
     checkpoint = str(finished_run / "checkpoints" / "last.ckpt")
     main(["validate", "--config", str(finished_run / "given.yaml"), "--ckpt_path", checkpoint])
     assert "val/p_fill_4" in capsys.readouterr().out
+    assert told[0].splitlines()[1] == "held-out acceptance", "the trainer does not know the checkpoint's step"
 
 
 def test_the_command_line_wins_over_a_checkpoint(finished_run: Path, workspace: Path, tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_a_broken_cache_shows_in_the_bits_of_the_logits(mutant: str | None, monk
     pipeline = make_pipeline(target, layout, proposer=ScriptedProposer(PROMPTS[2] + expected, 0.5))
     try:
         run(pipeline, layout, PROMPTS[2], 24)
-    except (AssertionError, LookupError):
+    except (AssertionError, LookupError, RuntimeError):  # a mask that does not fit the keys, for one
         caught = True
     else:
         found = pipeline.verifier.logits

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from spd_lightning.modules.eagle.chain_acceptance import DRAFT_LENGTHS, RULES
@@ -38,11 +39,12 @@ class AcceptanceReport(Callback):
         metrics = dict(trainer.callback_metrics)
         if trainer.sanity_checking or not {"val/s0", "val/p_step_1"} & metrics.keys():
             return
+        step = trainer.global_step if trainer.state.fn == TrainerFn.FITTING else None  # else it counts nothing
         if "val/p_step_1" in metrics:
-            table = chain_table(metrics, trainer.global_step)
+            table = chain_table(metrics, step)
         else:
             stages = cast(DistillationModule, pl_module).layout.num_stages
-            table = acceptance_table(metrics, stages, trainer.global_step)
+            table = acceptance_table(metrics, stages, step)
         rank_zero_info("\n" + table)
         if self.note:
             rank_zero_info(self.note)
@@ -53,7 +55,7 @@ class AcceptanceReport(Callback):
                 rank_zero_info(f"offline W&B run: upload it with `wandb sync {Path(logger.experiment.dir).parent}`")
 
 
-def acceptance_table(metrics: Mapping[str, Any], num_stages: int, step: int) -> str:
+def acceptance_table(metrics: Mapping[str, Any], num_stages: int, step: int | None) -> str:
     """Held-out acceptance by fill level as text."""
 
     def implied(figure: Figure, suffix: str, label: str) -> str:
@@ -65,7 +67,7 @@ def acceptance_table(metrics: Mapping[str, Any], num_stages: int, step: int) -> 
     return table_of_rates(metrics, step, "fill", num_stages, implied)
 
 
-def chain_table(metrics: Mapping[str, Any], step: int) -> str:
+def chain_table(metrics: Mapping[str, Any], step: int | None) -> str:
     """Held-out acceptance by step of EAGLE-3's chains as text."""
 
     def implied(figure: Figure, suffix: str, label: str) -> str:
@@ -77,13 +79,17 @@ def chain_table(metrics: Mapping[str, Any], step: int) -> str:
 
 
 def table_of_rates(
-    metrics: Mapping[str, Any], step: int, kind: str, count: int, implied: Callable[[Figure, str, str], str]
+    metrics: Mapping[str, Any],
+    step: int | None,
+    kind: str,
+    count: int,
+    implied: Callable[[Figure, str, str], str],
 ) -> str:
     """Acceptance by fill level or by step of a chain, and what it implies, greedily and sampled.
 
     Args:
         metrics: logged figures.
-        step: of the optimizer.
+        step: of the optimizer; none outside of training.
         kind: what the rates are by, as the figures' names have it.
         count: of these; they are numbered from 1.
         implied: a line, of a figure by its name, the suffix of figures of a law, and the law's name.
@@ -92,7 +98,8 @@ def table_of_rates(
     def figure(name: str) -> float:
         return float(metrics[f"val/{name}"])
 
-    lines = [f"held-out acceptance at step {step}", f"{HEADINGS[kind]:>6} {'T=0':>7} {'T=1':>7} {'T=1 top-k 50':>13}"]
+    title = "held-out acceptance" if step is None else f"held-out acceptance at step {step}"
+    lines = [title, f"{HEADINGS[kind]:>6} {'T=0':>7} {'T=1':>7} {'T=1 top-k 50':>13}"]
     for number in range(1, count + 1):
         rates = [figure(f"p{suffix}_{kind}_{number}") for suffix in RULES]
         lines.append(f"{number:>6} {rates[0]:7.3f} {rates[1]:7.3f} {rates[2]:13.3f}")

@@ -62,7 +62,7 @@ def build_parser() -> ArgumentParser:
     for name, (description, add_arguments, _) in COMMANDS.items():
         command = ArgumentParser(description=description, allow_abbrev=False)
         add_arguments(command)
-        commands.add_subcommand(name, command)
+        commands.add_subcommand(name, command, help=description)
     return parser
 
 

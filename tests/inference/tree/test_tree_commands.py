@@ -65,6 +65,7 @@ def test_near_ties_of_trees_are_reported_and_not_refused(capsys) -> None:
 def test_the_trees_of_an_evaluation_are_those_that_were_asked_for() -> None:
     assert tree_shape_of("spd", ["ar", "spd", "spd_tree"], None, 8) == TreeShape(4, 8)
     assert tree_shape_of("eagle3", ["eagle3", "spd_tree"], 3, None) is None
+    assert tree_shape_of("ppsd", ["ppsd", "spd_tree"], 3, None) is None
     assert tree_shape_of("spd", ["spd"], None, None) is None
     with pytest.raises(ValueError, match="add it to --methods"):
         tree_shape_of("spd", ["spd"], 4, None)
@@ -72,7 +73,7 @@ def test_the_trees_of_an_evaluation_are_those_that_were_asked_for() -> None:
         tree_shape_of("spd", ["spd_tree"], 1, None)
     assert chosen_methods(["ar", "spd_tree"], {"a": "spd"}, "local", True) == ["ar", "spd_tree"]
     with pytest.raises(ValueError, match="spd_tree: none of the drafters"):
-        chosen_methods(["ar", "spd_tree"], {"a": "eagle3"}, "local", False)
+        chosen_methods(["ar", "spd_tree"], {"a": "eagle3", "b": "spd_post"}, "local", False)
 
 
 @pytest.mark.parametrize(

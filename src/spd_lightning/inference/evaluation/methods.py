@@ -12,7 +12,6 @@ from spd_lightning.inference.evaluation.runner import (
     BASELINES,
     DRAFTED,
     METHODS,
-    PIPELINES,
     WHOLE_TARGET_METHODS,
     Method,
 )
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 TREE_WIDTH = 4
 """Of `spd_tree`, unless it is given."""
+CHAIN = "spd"
+"""The method whose drafters `spd_tree` is for: the rivals among the pipelines decode as they are defined."""
 
 
 def drafter_labels(folders: Sequence[str]) -> list[str]:
@@ -81,11 +82,11 @@ def chosen_methods(
     if unknown := [method for method in asked if method not in METHODS]:
         raise ValueError(f"methods {unknown}: known are {', '.join(METHODS)}")
     drafted = [method for method in asked if method in DRAFTED]
-    possible = {*drafters.values(), *(TREE for method in drafters.values() if method in PIPELINES)}
+    possible = {*drafters.values(), *(TREE for method in drafters.values() if method == CHAIN)}
     if without := sorted(set(drafted) - possible):
         raise ValueError(f"--methods {', '.join(without)}: none of the drafters is of this method")
     for folder, method in drafters.items():
-        if drafted and method not in drafted and not (method in PIPELINES and TREE in drafted):
+        if drafted and method not in drafted and not (method == CHAIN and TREE in drafted):
             raise ValueError(
                 f"the drafter {folder} is of method {method!r}: add it to --methods, or leave one of them out"
             )
@@ -119,7 +120,7 @@ def tree_shape_of(
     shape = TreeShape.build(TREE_WIDTH if tree_width is None else tree_width, refill_width)
     if shape is None:
         raise ValueError(f"tree_width={tree_width} makes chains, which is what spd does: give {TREE} at least 2")
-    return shape if method in PIPELINES else None
+    return shape if method == CHAIN else None
 
 
 def make_methods(
