@@ -96,15 +96,28 @@ def drafter_record(
 
 def save_drafter(folder: Path, state: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
     """Writes a drafter folder; each file appears whole or not at all, the configuration last."""
+    save_weights(folder / WEIGHTS_FILE, state, json.dumps(record, indent=1) + "\n")
+
+
+def save_weights(path: Path, state: Mapping[str, Tensor], config: str, metadata: dict[str, str] | None = None) -> None:
+    """Writes weights and, last, the `config.json` beside them; each file appears whole or not at all.
+
+    Args:
+        path: of the weights; its folder is made if it is not there.
+        state: tensors of any device.
+        config: text of the configuration.
+        metadata: of the weights' file.
+    """
+    folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as scratch:
-        weights, config = Path(scratch) / WEIGHTS_FILE, Path(scratch) / CONFIG_FILE
-        save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, weights)
-        config.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        weights.chmod(config.stat().st_mode)  # safetensors lets nobody else read what it writes
+        weights, beside = Path(scratch) / path.name, Path(scratch) / CONFIG_FILE
+        save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, weights, metadata)
+        beside.write_text(config, encoding="utf-8")
+        weights.chmod(beside.stat().st_mode)  # safetensors lets nobody else read what it writes
         (folder / CONFIG_FILE).unlink(missing_ok=True)  # never an old configuration beside new weights
-        os.replace(weights, folder / WEIGHTS_FILE)
-        os.replace(config, folder / CONFIG_FILE)
+        os.replace(weights, path)
+        os.replace(beside, folder / CONFIG_FILE)
 
 
 def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Drafter:

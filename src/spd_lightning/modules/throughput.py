@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -83,6 +84,11 @@ class StepFlops:
         drafter = DrafterSize.of(size, config.layout, **{name: getattr(config, name) for name in names})
         return cls(size, drafter, config.layout)
 
+    @cached_property
+    def num_rows(self) -> tuple[int, ...]:
+        """Row types that a sequence has, by fill level from 1 on."""
+        return tuple(len(needed_rows(table)) for table in self.layout.visibility_table())
+
     def of(self, lengths: Int[Tensor, " batch"], num_supervised: int, fill: Int[Tensor, " batch"]) -> float:
         """Of one batch (see `TrainingFlops`)."""
         drafter = 2 * self.drafter.head_parameters * num_supervised
@@ -95,7 +101,7 @@ class StepFlops:
 
     def _rows(self, tokens: float, pairs: float, fill: int) -> float:
         """Of the drafter's projections and layers for sequences of one fill level."""
-        size, num_rows = self.drafter, len(needed_rows(self.layout.visibility_table()[fill - 1]))
+        size, num_rows = self.drafter, self.num_rows[fill - 1]
         projections = sum(map(size.projection_parameters, size.projection_inputs))
         keys_and_values = 2 * size.hidden_size * size.kv_width
         full_layers = (size.num_layers - 1) * num_rows

@@ -5,6 +5,8 @@ from typing import Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
+from spd_lightning.inference.import_command import save_imported
+
 
 def add_import_arguments(parser: ArgumentParser) -> None:
     """The arguments of `spd-infer import_eagle3`."""
@@ -19,12 +21,9 @@ def run_import(given: Namespace) -> None:
     import torch
 
     from spd_lightning.inference.stage_loading import load_embedding
-    from spd_lightning.modules.checkpoint import drafter_record, save_drafter
-    from spd_lightning.modules.draft_vocab import DraftVocab
     from spd_lightning.modules.eagle.eagle_files import EMBEDDING, read_published
     from spd_lightning.modules.target import read_target_shape
-    from spd_lightning.modules.target_files import read_generation_config
-    from spd_lightning.modules.tokenizer import eos_token_ids, load_tokenizer, tokenizer_record
+    from spd_lightning.modules.tokenizer import load_tokenizer
 
     shape, tokenizer = read_target_shape(given.target), load_tokenizer(given.target)
     published = read_published(given.folder, shape.num_layers, len(tokenizer))
@@ -40,15 +39,7 @@ def run_import(given: Namespace) -> None:
                 f"{given.folder}: {EMBEDDING} is not the embedding of {given.target!r}; drafters with one of their own "
                 "are not supported"
             )
-    record = drafter_record(
-        published.config,
-        target_name=given.target,
-        target=shape,
-        tokenizer=tokenizer_record(tokenizer, eos_token_ids(tokenizer, read_generation_config(given.target))),
-        draft_vocab=DraftVocab(published.token_ids),
-        metrics={},
-    )
-    save_drafter(given.out, published.state, record)
+    save_imported(given, shape, tokenizer, published)
     print(f"drafter: {given.out} ({len(published.token_ids):,} draft tokens)")
 
 

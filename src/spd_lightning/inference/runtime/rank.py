@@ -13,7 +13,7 @@ import torch
 
 from spd_lightning.inference.coordinator import CycleOutcome, Schedule
 from spd_lightning.inference.runtime.distributed import Transport
-from spd_lightning.inference.runtime.wire import DRAWN, CycleRecord, LawSlots, Message, Request
+from spd_lightning.inference.runtime.wire import DRAWN, CycleRecord, LawSlots, LevelLaws, Message, Request
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.schedule import CyclePlan, Verdict
 from spd_lightning.inference.tree.schedule import Draft
@@ -162,6 +162,12 @@ def law_slots(request: Request, num_stages: int, vocab_size: int, device: torch.
     if num_entries := law_entries(request.params, vocab_size):
         return LawSlots(num_stages + 1, num_entries, vocab_size, device)
     return LawSlots(num_stages + 1, 0, vocab_size, device) if num_stages == 1 else None
+
+
+def level_laws(params: SamplingParams, vocab_size: int, device: torch.device) -> LevelLaws | None:
+    """Messages for the draft laws of a tree's levels; none where the verifier needs none."""
+    num_entries = law_entries(params, vocab_size)
+    return LevelLaws(num_entries, vocab_size, device) if num_entries else None
 
 
 def law_entries(params: SamplingParams, vocab_size: int) -> int:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from spd_lightning.inference.runtime.local import LocalRuntime
-from spd_lightning.inference.runtime.rank import law_entries, law_slots
-from spd_lightning.inference.runtime.wire import LevelLaws, Message, Request
+from spd_lightning.inference.runtime.rank import law_slots, level_laws
+from spd_lightning.inference.runtime.wire import Message, Request
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.schedule import CyclePlan
 from spd_lightning.inference.stats import DecodeStats
@@ -187,10 +187,8 @@ class VirtualRuntime(LocalRuntime):
         scores: TokenScores | None = None,
     ) -> Generator[int]:
         """Decodes with the drafter's trees, as `LocalRuntime`, with the messages of these parameters on the clock."""
-        vocab_size = self.session.drafter.config.draft_vocab_size
-        num_entries = law_entries(params, vocab_size)
-        laws = LevelLaws(num_entries, vocab_size, self.device)
-        self.virtual.law_bytes = laws.of(1).data.numel() if num_entries else 0
+        laws = level_laws(params, self.session.drafter.config.draft_vocab_size, self.device)
+        self.virtual.law_bytes = 0 if laws is None else laws.of(1).data.numel()
         return super().tree(prompt, params, stop, stats, scores)
 
     def start_timing(self) -> CycleTimer:

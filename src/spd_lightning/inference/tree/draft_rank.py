@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from spd_lightning.inference.coordinator import CycleOutcome
 from spd_lightning.inference.runtime.distributed import Operation, Transport
 from spd_lightning.inference.runtime.draft_rank import DraftRank
-from spd_lightning.inference.runtime.rank import Mailbox, Rank, law_entries
-from spd_lightning.inference.runtime.wire import LevelLaws, Request, Stamp
+from spd_lightning.inference.runtime.rank import Mailbox, Rank, level_laws
+from spd_lightning.inference.runtime.wire import Request, Stamp
 from spd_lightning.inference.timing import PDM
 from spd_lightning.inference.tree.drafting import TreeDraftSession
 from spd_lightning.inference.tree.schedule import Pruning, TreePlan, TreeSchedule
@@ -35,8 +35,7 @@ class TreeDraftRank(DraftRank):
         Rank.begin(self, request)
         drafter = self.session.drafter
         self.proposer = make_tree_proposer(request.params, drafter.draft_token_ids)
-        num_entries = law_entries(request.params, drafter.config.draft_vocab_size)
-        self.level_laws = LevelLaws(num_entries, drafter.config.draft_vocab_size, self.device) if num_entries else None
+        self.level_laws = level_laws(request.params, drafter.config.draft_vocab_size, self.device)
 
     def prefill(self, prompt: Sequence[int]) -> int:
         token = super().prefill(prompt)

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from spd_lightning.inference.coordinator import CycleOutcome
 from spd_lightning.inference.runtime.distributed import Operation, Posted, Transport
-from spd_lightning.inference.runtime.rank import Mailbox, Rank, law_entries
+from spd_lightning.inference.runtime.rank import Mailbox, Rank, level_laws
 from spd_lightning.inference.runtime.stage_rank import StageRank
-from spd_lightning.inference.runtime.wire import LevelLaws, Request, Stamp
+from spd_lightning.inference.runtime.wire import Request, Stamp
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.schedule import Verdict
 from spd_lightning.inference.timing import VERIFY, stage_span
@@ -55,8 +55,7 @@ class TreeStageRank(StageRank):
         Rank.begin(self, request)
         self.verifier = self.make_request_verifier(request.params)  # pyright: ignore[reportAttributeAccessIssue]
         self.law_of.clear()
-        num_entries = law_entries(request.params, self.draft_vocab_size)
-        self.level_laws = LevelLaws(num_entries, self.draft_vocab_size, self.device) if num_entries else None
+        self.level_laws = level_laws(request.params, self.draft_vocab_size, self.device)
 
     def prefill(self, prompt: Sequence[int]) -> int:
         token = super().prefill(prompt)

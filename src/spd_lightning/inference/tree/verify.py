@@ -6,7 +6,7 @@ in which they were drafted. Knows no ranks and no pipeline.
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from spd_lightning.inference.sampling import Purpose, SamplingParams, draw, gumbel_noise, shortlist, uniform, warp
 from spd_lightning.inference.schedule import Verdict
 from spd_lightning.inference.token_scores import TokenScores
-from spd_lightning.inference.tree.schedule import Draft, TreePlan
+from spd_lightning.inference.tree.schedule import Draft, Node, TreePlan
 from spd_lightning.inference.verify import RejectionVerifier, Verifier, make_verifier, residual_weights
 
 ACCEPTANCE = 0.6
@@ -124,17 +124,27 @@ class GreedyTreeProposer:
         )
 
 
-class CoupledTreeProposer:
-    """The best of Gumbel-max on each node's draft law, with the noise that the target will use."""
+class SampledTreeProposer:
+    """What the proposers that sample have in common: how many candidates each node of the newest level gets."""
 
     def __init__(self, params: SamplingParams, draft_token_ids: Int64[Tensor, " draft_vocab"]) -> None:
         assert params.seed is not None
         self._params, self._seed, self._token_ids = params, params.seed, draft_token_ids
 
+    def _shares(
+        self, draft_logits: Float[Tensor, "leaves draft_vocab"], plan: TreePlan
+    ) -> Iterator[tuple[Node, Float[Tensor, " draft_vocab"], int]]:
+        """Each node with its draft logits and its number of candidates (see `spread`)."""
+        nodes = plan.levels[-1].nodes
+        return zip(nodes, draft_logits, spread([node.score for node in nodes], plan.width), strict=True)
+
+
+class CoupledTreeProposer(SampledTreeProposer):
+    """The best of Gumbel-max on each node's draft law, with the noise that the target will use."""
+
     def propose(self, draft_logits: Float[Tensor, "leaves draft_vocab"], plan: TreePlan) -> Drafts:
-        params, nodes = self._params, plan.levels[-1].nodes
-        drafts: list[Draft] = []
-        for node, row, count in zip(nodes, draft_logits, spread([n.score for n in nodes], plan.width), strict=True):
+        params, drafts = self._params, list[Draft]()
+        for node, row, count in self._shares(draft_logits, plan):
             if count:
                 kept, scaled = shortlist(row, params.temperature, params.top_k, params.top_p)
                 ids = self._token_ids[kept]
@@ -144,17 +154,12 @@ class CoupledTreeProposer:
         return Drafts(tuple(drafts))
 
 
-class RejectionTreeProposer:
+class RejectionTreeProposer(SampledTreeProposer):
     """Candidates drawn without replacement from each node's warped draft law, which goes along with them."""
 
-    def __init__(self, params: SamplingParams, draft_token_ids: Int64[Tensor, " draft_vocab"]) -> None:
-        assert params.seed is not None
-        self._params, self._seed, self._token_ids = params, params.seed, draft_token_ids
-
     def propose(self, draft_logits: Float[Tensor, "leaves draft_vocab"], plan: TreePlan) -> Drafts:
-        params, nodes = self._params, plan.levels[-1].nodes
-        drafts, laws = list[Draft](), dict[int, Tensor]()
-        for node, row, count in zip(nodes, draft_logits, spread([n.score for n in nodes], plan.width), strict=True):
+        params, drafts, laws = self._params, list[Draft](), dict[int, Tensor]()
+        for node, row, count in self._shares(draft_logits, plan):
             laws[node.id] = warp(row, params.temperature, params.top_k, params.top_p)
             left = laws[node.id].clone()
             for index in range(min(count, int(left.count_nonzero()))):

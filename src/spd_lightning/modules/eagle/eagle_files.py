@@ -4,8 +4,6 @@ Knows tensors and plain values; knows no target model and no tokenizer.
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +11,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from spd_lightning.modules.checkpoint import save_weights
 from spd_lightning.modules.eagle.eagle_config import Eagle3Config
 from spd_lightning.modules.eagle.eagle_drafter import Eagle3Drafter
+from spd_lightning.modules.hub import CONFIG_FILE
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 OFFSETS, MEMBERS, EMBEDDING = "d2t", "t2d", "embed_tokens.weight"
 """Target id minus draft id of each draft id; whether each target id has a draft id; an embedding of its own."""
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -105,9 +105,7 @@ def write_published(
         dtype: of the weights.
     """
     token_ids = state["draft_token_ids"].long()
-    tensors = {
-        name: value.detach().to("cpu", dtype).contiguous() for name, value in state.items() if name != "draft_token_ids"
-    }
+    tensors = {name: value.to(dtype) for name, value in state.items() if name != "draft_token_ids"}
     tensors[OFFSETS] = token_ids - torch.arange(len(token_ids))
     tensors[MEMBERS] = torch.zeros(target["vocab_size"], dtype=torch.bool)
     tensors[MEMBERS][token_ids] = True
@@ -131,12 +129,7 @@ def write_published(
         "draft_vocab_size": config.draft_vocab_size,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as scratch:
-        save_file(tensors, Path(scratch) / WEIGHTS_FILE, metadata={"format": "pt"})
-        (Path(scratch) / CONFIG_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        for name in (WEIGHTS_FILE, CONFIG_FILE):
-            os.replace(Path(scratch) / name, folder / name)
+    save_weights(folder / WEIGHTS_FILE, tensors, json.dumps(record, indent=2) + "\n", metadata={"format": "pt"})
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
