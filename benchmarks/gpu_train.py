@@ -25,11 +25,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
 from spd_lightning.files import write_whole
+from spd_lightning.modules.attention.backends import BACKENDS
 from spd_lightning.modules.drafter import PipelineDraftModule
 from spd_lightning.modules.drafter_config import DrafterConfig
 from spd_lightning.modules.features import FeatureLayout, RowMode
 from spd_lightning.modules.losses import TargetHead, distillation_loss
-from spd_lightning.modules.structural_attention import BACKENDS
 from spd_lightning.modules.target import FrozenTarget, target_shape
 
 NUM_STAGES, NUM_SPEC_LAYERS = 8, 3

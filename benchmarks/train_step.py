@@ -116,7 +116,7 @@ def naive_loss(drafter, states, last, position_ids, visible_row, supervised, hea
     import torch
     import torch.nn.functional as F
 
-    from spd_lightning.modules.structural_attention import dense_attention
+    from spd_lightning.modules.attention.dense import dense_attention
 
     rows = []
     for depth in drafter.layout.row_depths:
@@ -158,8 +158,9 @@ def attention_run(given: Measurement):
     """Forward and backward of structural attention, all row types as queries, in bfloat16."""
     import torch
 
+    from spd_lightning.modules.attention.backends import fast_attention
+    from spd_lightning.modules.attention.dense import dense_attention
     from spd_lightning.modules.features import FeatureLayout
-    from spd_lightning.modules.structural_attention import chunked_attention, dense_attention
 
     size = SHAPES[given.shapes]
     layout = FeatureLayout.build(size["layers"], given.stages)
@@ -170,7 +171,7 @@ def attention_run(given: Measurement):
         ).requires_grad_()
         for heads in (size["heads"], size["kv_heads"], size["kv_heads"])
     )
-    attention = dense_attention if given.form == "naive" else chunked_attention
+    attention = dense_attention if given.form == "naive" else fast_attention
     out_gradient = torch.randn_like(query)
 
     def run() -> None:

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from spd_lightning.modules.attention.chunked import chunked_attention
+from spd_lightning.modules.attention.dense import dense_attention
+from spd_lightning.modules.attention.split import split_attention
 from spd_lightning.modules.decoder_layer import rotary_tables, rotate
 from spd_lightning.modules.drafter import PipelineDraftModule
 from spd_lightning.modules.features import FeatureLayout, visible_depth
-from spd_lightning.modules.structural_attention import chunked_attention, dense_attention
 from tests.modules.conftest import make_drafter
 
 LAYOUTS = {
@@ -134,15 +136,16 @@ def test_backends_give_the_same_loss_gradients(name: str) -> None:
     visible = torch.tensor(layout.visibility_table())
     positions = torch.arange(seq).expand(layout.num_stages, seq)
     gradients = []
-    for attention in (dense_attention, chunked_attention):
+    for attention in (dense_attention, chunked_attention, split_attention):
         drafter = make_drafter(layout)
         drafter.structural_attention = attention
         drafter(states, positions, visible).pow(2).sum().backward()
         gradients.append({name: p.grad for name, p in drafter.named_parameters() if name != "lm_head.weight"})
-    dense, chunked = gradients
+    dense, *others = gradients
     for name, gradient in dense.items():
         assert gradient is not None, f"{name} is in no graph: DDP would raise"
-        torch.testing.assert_close(chunked[name], gradient, rtol=1e-10, atol=1e-12)
+        for fast in others:
+            torch.testing.assert_close(fast[name], gradient, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("feature_norm", ["rms", "none"])

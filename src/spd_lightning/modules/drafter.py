@@ -9,11 +9,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from spd_lightning.modules.attention.backends import fast_attention
+from spd_lightning.modules.attention.dense import StructuralAttention
+from spd_lightning.modules.attention.flex import flex_attention
 from spd_lightning.modules.decoder_layer import Attend, DrafterLayer, RMSNorm, rotary_tables
 from spd_lightning.modules.drafter_config import DrafterConfig
-from spd_lightning.modules.flex_attention import flex_attention
 from spd_lightning.modules.packed_rows import PackedRows
-from spd_lightning.modules.structural_attention import StructuralAttention, chunked_attention
 
 INIT_STD = 0.02
 KEPT_PREFIX = "kept_projection_"
@@ -95,7 +96,7 @@ class DraftModule(nn.Module):
 class PipelineDraftModule(DraftModule):
     """Proposes the next token from the target's own states at whatever depth each token has reached."""
 
-    def __init__(self, config: DrafterConfig, attention: StructuralAttention = chunked_attention) -> None:
+    def __init__(self, config: DrafterConfig, attention: StructuralAttention = fast_attention) -> None:
         super().__init__()
         self.config = config
         self.layout = config.layout

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spd_lightning.modules.attention.backends import BACKENDS
 from spd_lightning.modules.batch import ReplicatedBatch
 from spd_lightning.modules.distillation import Distillation, check_rates
 from spd_lightning.modules.drafter import PipelineDraftModule
@@ -20,7 +21,6 @@ from spd_lightning.modules.losses import LossName, TargetHead, distillation_loss
 from spd_lightning.modules.metrics import FillAcceptance, acceptance_sums
 from spd_lightning.modules.model_size import resolve_stage_layers
 from spd_lightning.modules.samples import NUM_SAMPLES, DraftSamples, take_samples
-from spd_lightning.modules.structural_attention import BACKENDS
 from spd_lightning.modules.target import TargetDtype, TargetStates, read_target_shape
 from spd_lightning.modules.throughput import StepFlops
 

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from spd_lightning.modules.attention.dense import StructuralAttention
 from spd_lightning.modules.features import needed_rows
-from spd_lightning.modules.structural_attention import StructuralAttention
 
 
 class RowGroup:

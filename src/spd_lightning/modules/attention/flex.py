@@ -1,6 +1,6 @@
 """FlexAttention over replicated rows: the structural mask as a block mask and a mask function (design §4).
 
-Both come from the table `visible_row` (see `structural_attention`). Compiled on a GPU, where it is the fast form;
+Both come from the table `visible_row` (see `dense`). Compiled on a GPU, where it is the fast form;
 elsewhere PyTorch runs it eagerly and forwards only, which is enough to test the mask.
 """
 

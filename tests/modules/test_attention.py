@@ -1,16 +1,16 @@
 """The fast backends equal their dense twin, in values and gradients."""
 
+import math
+
 import pytest
 import torch
 
-from spd_lightning.modules import flex_attention, structural_attention
+from spd_lightning.modules.attention import chunked, flex, split
+from spd_lightning.modules.attention.backends import BACKENDS, fast_attention
+from spd_lightning.modules.attention.chunked import chunk_length, chunked_attention
+from spd_lightning.modules.attention.dense import dense_attention, visible_block
+from spd_lightning.modules.attention.split import Tiling, split_attention
 from spd_lightning.modules.features import FeatureLayout
-from spd_lightning.modules.structural_attention import (
-    chunk_length,
-    chunked_attention,
-    dense_attention,
-    visible_block,
-)
 
 LAYOUTS = {
     "exact_n4": FeatureLayout.build(8, 4),
@@ -32,9 +32,11 @@ def table(layout: FeatureLayout) -> torch.Tensor:
 @pytest.mark.parametrize("seq", [1, 7, 33, 131])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("only_first_row", [False, True])
-def test_chunked_equals_dense_for_every_fill(name: str, seq: int, only_first_row: bool, monkeypatch) -> None:
-    # Chunks of 5 are shorter than the band of eight stages.
-    monkeypatch.setattr(structural_attention, "chunk_length", lambda *_: min(seq, 5 if seq < 100 else 48))
+def test_fast_forms_equal_dense_for_every_fill(name: str, seq: int, only_first_row: bool, monkeypatch) -> None:
+    # Chunks of 5 and blocks of 2 are shorter than the band of eight stages.
+    monkeypatch.setattr(chunked, "chunk_length", lambda *_: min(seq, 5 if seq < 100 else 48))
+    monkeypatch.setattr(split, "BLOCK", 2 if seq < 100 else 16)
+    monkeypatch.setattr(split, "FAR_QUERIES", 40 if seq < 100 else 800)
     layout = LAYOUTS[name]
     rows, batch = layout.num_rows, layout.num_stages  # one sequence of the batch per fill level
     generator = torch.Generator().manual_seed(seq)
@@ -44,11 +46,12 @@ def test_chunked_equals_dense_for_every_fill(name: str, seq: int, only_first_row
     tensors = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
     out_gradient = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
     results = []
-    for attention in (dense_attention, chunked_attention):
+    for attention in (dense_attention, chunked_attention, split_attention):
         out = attention(*tensors, table(layout))
         results.append([out, *torch.autograd.grad(out, tensors, out_gradient)])
-    for dense, chunked in zip(*results, strict=True):
-        torch.testing.assert_close(chunked, dense, rtol=0, atol=1e-12)
+    for dense, *others in zip(*results, strict=True):
+        for fast in others:
+            torch.testing.assert_close(fast, dense, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -87,16 +90,46 @@ def test_chunks_grow_with_the_sequence_and_shrink_with_the_rows() -> None:
     assert chunk_length(5, 3, 5, 2048, "cuda") > 128
 
 
-def test_16_bit_key_gradients_are_summed_in_float32(monkeypatch) -> None:
+@pytest.mark.parametrize("layout", [FeatureLayout.build(30, 6), LAYOUTS["shared_n8"]], ids=["exact", "shared"])
+def test_tilings_hold_all_positions_and_waste_few(layout: FeatureLayout) -> None:
+    band = layout.num_stages - 1
+    for seq in (1, 3, 15, 16, 17, 100, 180, 512, 700, 4095, 4096):
+        for query_rows in (1, layout.num_rows):
+            query, key = torch.empty(2, 9, query_rows, seq, 64), torch.empty(2, 3, layout.num_rows, seq, 64)
+            cut = Tiling.of(query, key, band)
+            assert cut.length >= band
+            blocks = math.ceil(seq / cut.block)
+            assert 0 <= cut.padding < max(cut.length, cut.block)
+            assert cut.chunks * cut.blocks - blocks <= max(0.04 * blocks, math.ceil(band / cut.block) - 1)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_work_of_threads_does_not_change_results(threads: int, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # how far the far part is cut
+    monkeypatch.setattr(split, "FAR_QUERIES", 200)
+    layout = LAYOUTS["exact_n4"]
+    shapes = [(1, heads, layout.num_rows, 90, 8) for heads in (3, 3, 3)]
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
+    visible = table(layout)[-1:]
+    results = [attention(*tensors, visible) for attention in (dense_attention, fast_attention)]
+    gradients = [torch.autograd.grad(out.square().sum(), tensors) for out in results]
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("attention", [chunked_attention, split_attention])
+def test_16_bit_key_gradients_are_summed_in_float32(attention, monkeypatch) -> None:
     """Every chunk adds to the gradient of the oldest keys: summed in 16 bits they would drift."""
-    monkeypatch.setattr(structural_attention, "chunk_length", lambda *_: 4)
+    monkeypatch.setattr(chunked, "chunk_length", lambda *_: 4)
+    monkeypatch.setattr(split, "FAR_QUERIES", 1)
     layout, seq = LAYOUTS["exact_n4"], 512
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, layout.num_rows, seq, 8) for heads in (2, 1, 1)]
     wide = [torch.randn(shape, generator=generator).bfloat16().float() for shape in shapes]
     visible, out_gradient = table(layout)[-1:], torch.ones(shapes[0])
     exact, narrow = (
-        torch.autograd.grad(chunked_attention(*tensors, visible), tensors, out_gradient.to(dtype))[2][:, :, -1]
+        torch.autograd.grad(attention(*tensors, visible), tensors, out_gradient.to(dtype))[2][:, :, -1]
         for dtype in (torch.float32, torch.bfloat16)
         for tensors in [[x.to(dtype).requires_grad_() for x in wide]]
     )
@@ -113,27 +146,27 @@ def flex_inputs(layout: FeatureLayout, num_query_rows: int, seq: int, dtype: tor
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", ["exact_uneven", "post_step_n4"])
 def test_flex_equals_dense_forwards_on_the_cpu(name: str, monkeypatch) -> None:
-    monkeypatch.setattr(flex_attention, "BLOCK", 16)
+    monkeypatch.setattr(flex, "BLOCK", 16)
     layout = LAYOUTS[name]
     for num_query_rows, seq in ((layout.num_rows, 21), (1, 32)):
         tensors = flex_inputs(layout, num_query_rows, seq, torch.float64)
         with torch.no_grad():
-            flex = flex_attention.flex_attention(*tensors, table(layout))
-        torch.testing.assert_close(flex, dense_attention(*tensors, table(layout)), rtol=0, atol=1e-12)
+            out = flex.flex_attention(*tensors, table(layout))
+        torch.testing.assert_close(out, dense_attention(*tensors, table(layout)), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("block", [4, 16])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("only_first_row", [False, True])
 def test_flex_blocks_are_those_of_the_dense_mask(name: str, block: int, only_first_row: bool, monkeypatch) -> None:
-    monkeypatch.setattr(flex_attention, "BLOCK", block)
+    monkeypatch.setattr(flex, "BLOCK", block)
     layout, seq = LAYOUTS[name], 4 * block
     rows = 1 if only_first_row else layout.num_rows
     positions = torch.arange(seq)
     dense = visible_block(table(layout), positions, positions, rows, torch.arange(layout.num_rows))
     cells = dense.flatten(3, 4).flatten(1, 2).unflatten(2, (-1, block)).unflatten(1, (-1, block)).transpose(2, 3)
     some, all_of = cells.flatten(3, 4).any(dim=-1), cells.flatten(3, 4).all(dim=-1)
-    mask = flex_attention.block_mask(table(layout), rows, seq)
+    mask = flex.block_mask(table(layout), rows, seq)
     kinds = ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
     for (counts, indices), expected in zip(kinds, (some & ~all_of, all_of), strict=True):
         taken = torch.arange(indices.shape[-1]) < counts[..., None]
@@ -142,15 +175,15 @@ def test_flex_blocks_are_those_of_the_dense_mask(name: str, block: int, only_fir
 
 
 def test_flex_compiles_once_for_all_lengths(monkeypatch) -> None:
-    monkeypatch.setattr(flex_attention, "BLOCK", 16)
+    monkeypatch.setattr(flex, "BLOCK", 16)
     counter = torch._dynamo.testing.CompileCounter()
-    compiled = torch.compile(flex_attention.flex.flex_attention, backend=counter, dynamic=True)
+    compiled = torch.compile(flex.flex.flex_attention, backend=counter, dynamic=True)
     layout = LAYOUTS["exact_uneven"]
     for seq in (21, 40, 61, 90, 120):
         query, key, value = (
             x.flatten(2, 3) for x in flex_inputs(layout, layout.num_rows, seq + -seq % 16, torch.float32)
         )
-        mask = flex_attention.block_mask(table(layout), layout.num_rows, seq + -seq % 16)
+        mask = flex.block_mask(table(layout), layout.num_rows, seq + -seq % 16)
         with torch.no_grad():
             compiled(query, key, value, block_mask=mask, enable_gqa=True)
     assert counter.frame_count == 1
@@ -160,7 +193,7 @@ def test_flex_says_that_the_cpu_cannot_train_it() -> None:
     layout = LAYOUTS["exact_n4"]
     query, *others = flex_inputs(layout, 1, 5, torch.float32)
     with pytest.raises(ValueError, match="gradients on a GPU only; use 'chunked'"):
-        flex_attention.flex_attention(query.requires_grad_(), *others, table(layout))
+        flex.flex_attention(query.requires_grad_(), *others, table(layout))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention has gradients on a GPU only")
@@ -171,7 +204,7 @@ def test_backends_equal_dense_on_a_gpu(name: str, backend: str) -> None:
     for num_query_rows, seq in ((layout.num_rows, 131), (1, 300)):
         tensors = [x.cuda().requires_grad_() for x in flex_inputs(layout, num_query_rows, seq, torch.float32)]
         results = []
-        for attention in (dense_attention, structural_attention.BACKENDS[backend]):
+        for attention in (dense_attention, BACKENDS[backend]):
             out = attention(*tensors, table(layout).cuda())
             results.append([out, *torch.autograd.grad(out, tensors, torch.ones_like(out))])
         for dense, fast in zip(*results, strict=True):
