@@ -20,15 +20,19 @@ NUM_NEW = 8
 SHAPES = {"w2": TreeShape(2, 2), "w4r8": TreeShape(4, 8)}
 
 
-@pytest.mark.parametrize(
-    ("family", "num_stages", "schedule"),
-    [("qwen3", 3, "pre_step"), ("qwen3_5", 4, "pre_step"), ("llama", 4, "post_step")],
-)
-def test_greedy_and_coupled_trees_give_what_plain_decoding_gives(
-    family: str, num_stages: int, schedule: Schedule
-) -> None:
+LAYOUTS = {
+    "qwen3": FeatureLayout.build(8, 3),
+    "qwen3_5": FeatureLayout.build(8, 4),
+    "llama": FeatureLayout.build(8, 4, schedule="post_step"),
+    "llama, PPSD": FeatureLayout.build(8, 4, anchors="first_stage", rows="shared", schedule="post_step"),
+    "qwen3, coarse anchors": FeatureLayout.build(8, 4, anchors=(0, 4, 7), rows="shared"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_greedy_and_coupled_trees_give_what_plain_decoding_gives(name: str) -> None:
     """In float64, where there are no ties; Qwen3.5's tiny targets have none either."""
-    target, layout = make_target(family, 8), FeatureLayout.build(8, num_stages, schedule=schedule)
+    target, layout = make_target(name.split(",")[0], 8), LAYOUTS[name]
     for params in (GREEDY, SamplingParams(temperature=1.0, seed=3, verify="coupled")):
         for prompt in PROMPTS if params.is_greedy else PROMPTS[1:]:
             expected, _ = autoregressive(target, layout, prompt, NUM_NEW, params)
