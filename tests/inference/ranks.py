@@ -168,6 +168,7 @@ def make_runtime(
             num_stages,
             lambda params: make_verifier(params, NUM_TOKENS, drafter.draft_token_ids),
             drafter.config.draft_vocab_size,
+            NUM_TOKENS,
         )
         if shape is not None:
             tree_role = TreeStageRank(
@@ -176,6 +177,7 @@ def make_runtime(
                 num_stages,
                 lambda params: make_tree_verifier(params, NUM_TOKENS, drafter.draft_token_ids),
                 drafter.config.draft_vocab_size,
+                NUM_TOKENS,
             )
     runtime = DistributedRuntime(role, transport, store, tree_role, shape)
     runtime.meet("loaded")

@@ -20,6 +20,8 @@ from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.stage import Stage
 from spd_lightning.inference.stage_loading import load_embedding
 from spd_lightning.inference.stats import DecodeStats
+from spd_lightning.inference.token_scores import TokenScores
+from spd_lightning.inference.tree.schedule import TreeShape
 from spd_lightning.inference.verify import make_verifier
 from spd_lightning.modules.checkpoint import load_drafter
 from spd_lightning.modules.features import FeatureLayout
@@ -91,6 +93,55 @@ def test_ranks_decode_what_one_process_decodes(
             assert tokens == plain
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_scores_of_committed_tokens_come_to_the_lead(num_stages: int, tmp_path: Path) -> None:
+    """Chains, trees and plain decoding; a request without scores comes between, and one of another number of tokens."""
+    target, layout = make_target("llama", 8, torch.float32), FeatureLayout.build(8, num_stages)
+    shape = TreeShape(2, 2) if num_stages > 1 else None
+    sampled = SamplingParams(6, temperature=0.9, seed=3)
+    asked = [
+        ("pipelined", SamplingParams(6), 3),
+        ("plain", sampled, 0),
+        ("pipelined", sampled, None),
+        ("plain", sampled, 5),
+    ]
+    if shape is not None:
+        asked += [("tree", sampled, 2), ("pipelined", sampled, 1)]
+
+    def lead(runtime):
+        answers = []
+        for method, params, num_top in asked:
+            scores = None if num_top is None else TokenScores(NUM_TOKENS, num_top)
+            stats = () if method == "plain" else (DecodeStats(num_stages),)
+            tokens = list(getattr(runtime, method)(PROMPTS[1], params, stop_for(params), *stats, scores=scores))
+            answers.append((tokens, None if scores is None else scores.by_position))
+        return answers
+
+    outcomes = run_ranks(
+        num_stages + 1,
+        lambda rank, url: lead_or_follow(make_runtime(rank, url, target, layout, shape=shape), lead),
+        tmp_path,
+    )
+    assert [outcome.error for outcome in outcomes] == [None] * (num_stages + 1)
+    for (_, _, num_top), (tokens, found) in zip(asked, outcomes[0].value, strict=True):
+        if num_top is None:
+            assert found is None
+            continue
+        with torch.no_grad():
+            logits = target.model(torch.tensor([[*PROMPTS[1], *tokens]])).logits[0]
+        scores = TokenScores(NUM_TOKENS, num_top)
+        for index, token in enumerate(tokens):
+            position = len(PROMPTS[1]) + index
+            scores.note(logits[position - 1], position, token)
+            assert found[position].token_id == token
+            assert len(found[position].top) == num_top
+        numbers = [
+            [[s.logprob, *(value for _, value in s.top)] for s in by.values()] for by in (found, scores.by_position)
+        ]
+        torch.testing.assert_close(torch.tensor(numbers[0]), torch.tensor(numbers[1]), rtol=0, atol=1e-5)
+        assert sorted(found) == sorted(scores.by_position)
+
+
 @pytest.mark.skipif(not (DEMO / "drafter").is_dir(), reason=f"{DEMO} is not there: make demo makes it")
 def test_a_real_target_is_decoded_over_ranks_as_in_one_process(tmp_path: Path) -> None:
     """SmolLM2-135M and the demo's drafter, each rank with the weights of its own part only."""
@@ -105,7 +156,7 @@ def test_a_real_target_is_decoded_over_ranks_as_in_one_process(tmp_path: Path) -
         else:
             stage = Stage.load(target, drafter.layout, rank + 1, 64, "float32")
             verifier = make_verifier(params, 49152, drafter.draft_token_ids)
-            role = StageRank(transport, stage, num_stages, lambda _: verifier, drafter.config.draft_vocab_size)
+            role = StageRank(transport, stage, num_stages, lambda _: verifier, drafter.config.draft_vocab_size, 49152)
         runtime = DistributedRuntime(role, transport, store)
         runtime.meet("loaded")
         return lead_or_follow(runtime, lambda runtime: pipelined(runtime, PROMPTS[2], params))

@@ -21,6 +21,7 @@ from spd_lightning.inference.runtime.wire import (
 )
 from spd_lightning.inference.sampling import SamplingParams, warp
 from spd_lightning.inference.schedule import PipelineSchedule, Verdict
+from spd_lightning.inference.token_scores import TokenScore
 from spd_lightning.inference.tree.schedule import Draft
 from spd_lightning.inference.verify import DraftProposal
 
@@ -33,16 +34,19 @@ def test_a_record_comes_out_of_its_row_as_it_went_in() -> None:
     empty = CycleRecord(2**62 + 1, 0, -1, 2**53 + 1)
     RECORD.write(rows[0])
     empty.write(rows[1])
-    assert rows[0].tolist() == [2, 3, 5, 7, 11, 1, 13, 1, 0]
+    assert rows[0].tolist() == [2, 3, 5, 7, 11, 1, 13, 1, 0, 0]
     assert [CycleRecord.read(row) for row in rows.tolist()] == [RECORD, empty]
     assert (empty.draft, empty.verdict, empty.token, empty.abandoned) == (-1, -1, -1, 0)
 
 
-def test_a_record_carries_the_candidates_of_a_level_bit_for_bit() -> None:
+def test_a_record_carries_the_candidates_of_a_level_and_a_score_bit_for_bit() -> None:
     drafts = (Draft(7, 2**40, -0.1), Draft(8, 3, -math.pi), Draft(9, 3, -1e300))
-    for width, candidates in ((3, drafts), (5, drafts), (3, drafts[:1]), (2, ())):
-        record = dataclasses.replace(RECORD, draft=-1, candidates=candidates)
-        row = torch.full((record_fields(width),), 99)
+    bare, whole = TokenScore(13, -0.1, ()), TokenScore(13, -math.inf, ((2**40, -1 / 3), (0, -1e-300)))
+    for width, candidates, num_top, score in (
+        (3, drafts, None, None), (5, drafts, 2, None), (3, drafts[:1], 2, whole), (2, (), 0, bare), (0, (), 4, whole),
+    ):  # fmt: skip
+        record = dataclasses.replace(RECORD, draft=-1, candidates=candidates, score=score)
+        row = torch.full((record_fields(width, num_top),), 99)
         record.write(row)
         assert CycleRecord.read(row.tolist()) == record
         assert row.tolist().count(99) == 0, "every field is written"
@@ -224,7 +228,7 @@ def test_laws_travel_where_the_verifier_needs_them() -> None:
     ids=["greedy", "everything", "a seed that no float holds"],
 )
 def test_a_request_survives_json(params: SamplingParams) -> None:
-    request = Request(3, "plain", (0, 5, 2**31), params)
+    request = Request(3, "plain", (0, 5, 2**31), params, num_top=4)
     came = Request.from_json(request.to_json().encode())
     assert came == request
     assert isinstance(came.prompt, tuple) and isinstance(came.params.stop, tuple)

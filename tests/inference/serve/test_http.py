@@ -20,7 +20,7 @@ AS_JSON = {"Content-Type": "application/json"}
 @pytest.fixture(scope="module")
 def kept(decoder) -> Iterator[Live]:
     """A server that every test leaves as it was."""
-    with served(decoder, has_scores=True) as live:
+    with served(decoder) as live:
         yield live
 
 
@@ -191,13 +191,6 @@ def test_other_faults_have_openais_form_too(kept: Live) -> None:
             "Unrecognized request argument supplied: unheard_of",
             "unheard_of",
         )
-
-
-def test_scores_are_refused_where_they_cannot_be_had(decoder) -> None:
-    with served(decoder, has_scores=False) as live:
-        status, code, message = error_of(live.chat(logprobs=True))
-        assert (status, code) == (400, "unsupported_value") and "--runtime local" in message
-        assert live.chat().status_code == 200
 
 
 def test_models_health_and_metrics(kept: Live) -> None:

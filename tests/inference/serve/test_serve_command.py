@@ -154,9 +154,12 @@ def test_ranks_answer_as_one_process_and_all_end_on_sigterm(folders, decoder, tm
         with client.chat.completions.create(**fields, max_tokens=160, stream=True) as stream:
             next(iter(stream))
         # Behind an answer that was cancelled on all ranks.
-        assert client.chat.completions.create(**fields, max_tokens=10).choices[0].message.content == expected
-        with pytest.raises(openai.BadRequestError, match="--runtime local"):
-            client.chat.completions.create(**fields, logprobs=True)
+        answer = client.chat.completions.create(**fields, max_tokens=10, logprobs=True, top_logprobs=2).choices[0]
+        assert answer.message.content == expected and answer.logprobs is not None
+        scored = answer.logprobs.content or []
+        assert bytes(byte for token in scored for byte in token.bytes or ()).decode(errors="replace") == expected
+        # Greedy: each token is the likeliest.
+        assert all(len(token.top_logprobs) == 2 and token.logprob == token.top_logprobs[0].logprob for token in scored)
         server.until('spd_answers_total{outcome="cancelled"}', 1)
         thread, ended = long_answer(client, 160)
         server.until("spd_queue_running", 1)

@@ -20,7 +20,7 @@ from spd_lightning.inference.runtime.liveness import RankFailure, Store, first_l
 from spd_lightning.inference.runtime.rank import Abandoned
 from spd_lightning.inference.runtime.roles import load_roles
 from spd_lightning.inference.runtime.stage_rank import StageRank
-from spd_lightning.inference.runtime.wire import Request
+from spd_lightning.inference.runtime.wire import Method, Request
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.schedule import PipelineSchedule
 from spd_lightning.inference.stats import DecodeStats
@@ -150,10 +150,8 @@ class DistributedRuntime:
         stats: DecodeStats,
         scores: TokenScores | None = None,
     ) -> Generator[int]:
-        """On the lead: decodes with all ranks; see `decode`."""
-        refuse_scores(scores)
-        request = self._announce(Request(self.num_requests + 1, "pipelined", tuple(prompt), params))
-        yield from self._decode(request, stop, stats)
+        """On the lead: decodes with all ranks; see `decode`. Scores come from the last stage's rank with its verdicts."""
+        return self._ask("pipelined", prompt, params, stop, stats, scores)
 
     def tree(
         self,
@@ -164,17 +162,13 @@ class DistributedRuntime:
         scores: TokenScores | None = None,
     ) -> Generator[int]:
         """On the lead: decodes trees with all ranks, of the shape that this was loaded with; see `decode`."""
-        refuse_scores(scores)
-        request = self._announce(Request(self.num_requests + 1, "tree", tuple(prompt), params))
-        yield from self._decode(request, stop, stats)
+        return self._ask("tree", prompt, params, stop, stats, scores)
 
     def plain(
         self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition, scores: TokenScores | None = None
     ) -> Generator[int]:
         """On the lead: decodes with the stages one after the other, without drafts; see `decode_plainly`."""
-        refuse_scores(scores)
-        request = self._announce(Request(self.num_requests + 1, "plain", tuple(prompt), params))
-        yield from self._decode(request, stop, DecodeStats(self.num_stages))
+        return self._ask("plain", prompt, params, stop, DecodeStats(self.num_stages), scores)
 
     def follow(self, make_stop: Callable[[SamplingParams], StopCondition]) -> None:
         """On all other ranks: does their part of every request until the lead closes.
@@ -217,6 +211,19 @@ class DistributedRuntime:
         self.liveness.stop()
         leave()
 
+    def _ask(
+        self,
+        method: Method,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        stop: StopCondition,
+        stats: DecodeStats,
+        scores: TokenScores | None,
+    ) -> Generator[int]:
+        num_top = None if scores is None else scores.num_top
+        request = self._announce(Request(self.num_requests + 1, method, tuple(prompt), params, num_top))
+        yield from self._decode(request, stop, stats, scores)
+
     def _announce(self, request: Request) -> Request:
         if not self.is_lead:
             raise RuntimeError("only the lead, rank 0, takes requests: call follow() on all other ranks")
@@ -228,7 +235,9 @@ class DistributedRuntime:
         self.store.set(f"request/{request.number}", request.to_json())
         return request
 
-    def _decode(self, request: Request, stop: StopCondition, stats: DecodeStats) -> Generator[int]:
+    def _decode(
+        self, request: Request, stop: StopCondition, stats: DecodeStats, scores: TokenScores | None = None
+    ) -> Generator[int]:
         with reporting(self.transport):
             try:
                 role, make_schedule = self.rank, PipelineSchedule
@@ -239,6 +248,7 @@ class DistributedRuntime:
                     if request.method == "tree":
                         role, make_schedule = self.tree_rank, schedule_maker(self.shape)
                 role.begin(request)
+                role.scores = scores
                 if request.method == "plain":
                     yield from decode_plainly(role, request.prompt, stop)
                 else:
@@ -248,12 +258,6 @@ class DistributedRuntime:
             except BaseException:
                 self.is_open = False
                 raise
-
-
-def refuse_scores(scores: TokenScores | None) -> None:
-    """Raises `ValueError` if scores are wanted: the lead sees no logits, the last stage's rank does."""
-    if scores is not None:
-        raise ValueError("log-probabilities are not sent between ranks: use --runtime local for them")
 
 
 def gpu_of(local_rank: int, num_gpus: int) -> int:

@@ -94,8 +94,12 @@ class Transport:
         self.liveness = liveness
         self.timer: Timer = NO_TIMER
         self.max_width = max_width
-        self._mine = torch.zeros(record_fields(max_width), dtype=torch.int64)
-        self._all = torch.zeros(world_size, record_fields(max_width), dtype=torch.int64)
+        self.expect_scores(None)
+
+    def expect_scores(self, num_top: int | None) -> None:
+        """Sizes the records for scores with so many likely tokens, or for none; every rank does so between two records."""
+        size = record_fields(self.max_width, num_top)
+        self._mine, self._all = (torch.zeros(*shape, size, dtype=torch.int64) for shape in ((), (self.world_size,)))
 
     def post(self, operations: Sequence[Operation]) -> Posted:
         """Begins transfers that do not wait for each other; both ends must post them in one order."""

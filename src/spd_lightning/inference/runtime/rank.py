@@ -16,6 +16,7 @@ from spd_lightning.inference.runtime.distributed import Transport
 from spd_lightning.inference.runtime.wire import DRAWN, CycleRecord, LawSlots, LevelLaws, Message, Request
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.schedule import CyclePlan, Verdict
+from spd_lightning.inference.token_scores import TokenScore, TokenScores
 from spd_lightning.inference.tree.schedule import Draft
 
 LEAD = 0
@@ -64,6 +65,8 @@ class Rank(ABC):
         self.is_lead = transport.rank == LEAD
         self.is_leaving = False
         self.request = 0
+        self.scores: TokenScores | None = None
+        """On the lead: takes the scores of committed tokens, where the request wants them."""
         self.laws: LawSlots | None = None
         self.posted = transport.post(())
 
@@ -71,6 +74,7 @@ class Rank(ABC):
         """Readies the rank for a request."""
         self.request = request.number
         self.is_leaving = False
+        self.transport.expect_scores(request.num_top)
         self.settle()
 
     def settle(self) -> None:
@@ -80,7 +84,8 @@ class Rank(ABC):
     def _announce(self, what: str) -> None:
         self.transport.liveness.activity = f"{what} of request {self.request}"
 
-    def _exchange(self, mine: CycleRecord) -> list[CycleRecord]:
+    def _exchange(self, mine: CycleRecord, position: int | None) -> list[CycleRecord]:
+        """All ranks' records, in which the token of a position is committed, or none."""
         records = self.transport.exchange(mine)
         for rank, record in enumerate(records):
             if record.state != mine.state:
@@ -90,30 +95,39 @@ class Rank(ABC):
                 )
         if records[LEAD].abandoned:
             raise Abandoned
+        if self.scores is not None and (score := records[self.num_stages - 1].score) is not None:
+            assert position is not None
+            self.scores.by_position[position] = score
         return records
 
     def _end_cycle(self, plan: CyclePlan, draft: int = -1, verdict: Verdict | None = None) -> CycleOutcome:
-        records = self._exchange(self._record(plan, verdict, draft=draft))
+        records = self._exchange(self._record(plan, verdict, draft=draft), plan.judged)
         return CycleOutcome(records[self.num_stages].draft, records[self.num_stages - 1].to_verdict())
 
     def _end_tree_cycle(
         self, plan: CyclePlan, candidates: tuple[Draft, ...] = (), verdict: Verdict | None = None
     ) -> CycleOutcome:
-        records = self._exchange(self._record(plan, verdict, candidates=candidates))
+        records = self._exchange(self._record(plan, verdict, candidates=candidates), plan.judged)
         return CycleOutcome(records[self.num_stages].candidates, records[self.num_stages - 1].to_verdict())
 
     def _record(self, plan: CyclePlan, verdict: Verdict | None, **drafted: Any) -> CycleRecord:
         fields = (-1, -1) if verdict is None else (int(verdict.accepted), verdict.token)
         return CycleRecord(
             self.request, plan.epoch, plan.cycle, plan.newest,
-            verdict=fields[0], token=fields[1], abandoned=int(self.is_leaving), **drafted,
+            verdict=fields[0], token=fields[1], abandoned=int(self.is_leaving), score=self._score(plan.judged), **drafted,
         )  # fmt: skip
 
     def _end_block(self, newest: int, token: int | None = None) -> int:
         """Closes a prefill or a step of plain decoding; the token behind `newest`."""
         fields = (-1, -1) if token is None else (DRAWN, token)
-        mine = CycleRecord(self.request, 0, -1, newest, -1, *fields, int(self.is_leaving))
-        return self._exchange(mine)[self.num_stages - 1].token
+        mine = CycleRecord(
+            self.request, 0, -1, newest, -1, *fields, int(self.is_leaving), score=self._score(newest + 1)
+        )
+        return self._exchange(mine, newest + 1)[self.num_stages - 1].token
+
+    def _score(self, position: int | None) -> TokenScore | None:
+        """This rank's score of the token that is committed at a position: the verifier's, if scores are wanted."""
+        return None
 
     def abandon_plain(self, token: int, position: int) -> None:
         """On the lead: lets all ranks run one more token of plain decoding, and tells them that it was the last."""

@@ -55,7 +55,12 @@ def load_roles(
     token_ids = drafter.draft_token_ids.to(device)
     stage = Stage.load(target, drafter.layout, transport.rank + 1, capacity, dtype, device)
     chain = StageRank(
-        transport, stage, num_stages, lambda params: make_verifier(params, num_tokens, token_ids), vocab_size
+        transport,
+        stage,
+        num_stages,
+        lambda params: make_verifier(params, num_tokens, token_ids),
+        vocab_size,
+        num_tokens,
     )
     if shape is None:
         return Roles(chain, None)
@@ -63,6 +68,11 @@ def load_roles(
     return Roles(
         chain,
         TreeStageRank(
-            transport, tree, num_stages, lambda params: make_tree_verifier(params, num_tokens, token_ids), vocab_size
+            transport,
+            tree,
+            num_stages,
+            lambda params: make_tree_verifier(params, num_tokens, token_ids),
+            vocab_size,
+            num_tokens,
         ),
     )

@@ -13,6 +13,7 @@ from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.schedule import CyclePlan, PipelineSchedule, Rollback, Verdict
 from spd_lightning.inference.stage import Stage, StageOutput
 from spd_lightning.inference.timing import VERIFY, stage_span
+from spd_lightning.inference.token_scores import TokenScore, TokenScores
 from spd_lightning.inference.verify import DraftProposal, Verifier
 
 
@@ -25,6 +26,7 @@ class StageRank(Rank):
         num_stages: `n`.
         make_request_verifier: for the sampling parameters of a request.
         draft_vocab_size: rows of the draft head.
+        num_tokens: `len(tokenizer)`; rows of logits beyond are padding.
     """
 
     def __init__(
@@ -34,12 +36,15 @@ class StageRank(Rank):
         num_stages: int,
         make_request_verifier: Callable[[SamplingParams], Verifier],
         draft_vocab_size: int,
+        num_tokens: int,
     ) -> None:
         super().__init__(transport, num_stages)
         self.stage = stage
         self.is_last = stage.number == num_stages
         self.make_request_verifier = make_request_verifier
         self.draft_vocab_size = draft_vocab_size
+        self.num_tokens = num_tokens
+        self.noted: TokenScores | None = None
         weight = next(stage.modules.layers.parameters())
         dim, shape = stage.modules.config.hidden_size, (weight.dtype, weight.device)
         self.device = weight.device
@@ -47,9 +52,14 @@ class StageRank(Rank):
         self.anchors = Mailbox(len(stage.taps), dim, *shape)
 
     def begin(self, request: Request) -> None:
-        super().begin(request)
+        self._begin(request)
         self.verifier = self.make_request_verifier(request.params)
         self.laws = law_slots(request, self.num_stages, self.draft_vocab_size, self.device)
+
+    def _begin(self, request: Request) -> None:
+        """What chains and trees have in common."""
+        super().begin(request)
+        self.noted = None if request.num_top is None else TokenScores(self.num_tokens, request.num_top)
 
     def rollback(self, rollback: Rollback) -> None:
         self.stage.rollback(rollback.length)
@@ -97,6 +107,7 @@ class StageRank(Rank):
                 proposal = self.laws.read(Stamp(self.request, plan.epoch, plan.judged))
             with self.transport.timer.span(VERIFY):
                 verdict = self.verifier.judge(logits, proposal, plan.judged)
+                self._note(logits, plan.judged, verdict.token)
         if law is not None:
             law.wait()
         return verdict
@@ -118,7 +129,16 @@ class StageRank(Rank):
         newest = position + len(tokens) - 1
         if logits is None:
             return self._end_block(newest)
-        return self._end_block(newest, self.verifier.draw(logits, newest + 1))
+        token = self.verifier.draw(logits, newest + 1)
+        self._note(logits, newest + 1, token)
+        return self._end_block(newest, token)
+
+    def _note(self, logits: Tensor, position: int, token: int) -> None:
+        if self.noted is not None:
+            self.noted.note(logits, position, token)
+
+    def _score(self, position: int | None) -> TokenScore | None:
+        return None if self.noted is None or position is None else self.noted.by_position.pop(position, None)
 
     def _run_stage(self, entering: Tensor, stamp: Stamp, has_drafter: bool) -> tuple[Tensor | None, list[Operation]]:
         """Advances tokens; the last one's logits, and what there is to send."""

@@ -6,7 +6,7 @@ Knows neither processes nor how tensors are sent.
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.schedule import Verdict
+from spd_lightning.inference.token_scores import TokenScore
 from spd_lightning.inference.tree.schedule import Draft
 from spd_lightning.inference.verify import DraftProposal
 
@@ -30,12 +31,14 @@ class Request:
         method: `pipelined` decodes with the drafter's chains, `tree` with its trees, `plain` one token after the other.
         prompt: token ids.
         params: with a seed if they sample.
+        num_top: likeliest tokens to send with the score of each committed token; none where no scores are wanted.
     """
 
     number: int
     method: Method
     prompt: tuple[int, ...]
     params: SamplingParams
+    num_top: int | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -65,6 +68,7 @@ class CycleRecord:
         token: the verdict's token, or -1.
         abandoned: 1 from the lead if nobody listens any more: the decode ends with this cycle.
         candidates: of a tree's level, from the draft rank; empty from others.
+        score: of the token, from the verifier where the request wants scores.
     """
 
     request: int
@@ -76,6 +80,7 @@ class CycleRecord:
     token: int = -1
     abandoned: int = 0
     candidates: tuple[Draft, ...] = ()
+    score: TokenScore | None = None
 
     @property
     def state(self) -> tuple[int, int, int, int]:
@@ -83,33 +88,51 @@ class CycleRecord:
         return self.request, self.epoch, self.cycle, self.newest
 
     def write(self, row: Int64[Tensor, " fields"]) -> None:
-        """Fills a row of `record_fields` integers, of which those of candidates that are not there are -1."""
-        own = (*(getattr(self, name) for name in RECORD_FIELDS), len(self.candidates))
+        """Fills a row of `record_fields` integers, of which those behind the last that is needed are -1."""
         drafted = [number for draft in self.candidates for number in (draft.token, draft.parent, bits_of(draft.score))]
+        scored = [] if self.score is None else score_numbers(self.score)
+        own = [getattr(self, name) for name in RECORD_FIELDS]
+        numbers = [*own, len(self.candidates), len(scored), *drafted, *scored]
         row.fill_(-1)
-        row[: len(own) + len(drafted)] = torch.tensor([*own, *drafted])
+        row[: len(numbers)] = torch.tensor(numbers)
 
     @classmethod
     def read(cls, values: Sequence[int]) -> "CycleRecord":
-        first = len(RECORD_FIELDS) + 1
-        starts = range(first, first + DRAFT_FIELDS * values[first - 1], DRAFT_FIELDS)
+        own, first = values[: len(RECORD_FIELDS)], len(RECORD_FIELDS) + 2
+        num_candidates, num_scored = values[first - 2 : first]
+        end = first + DRAFT_FIELDS * num_candidates
+        starts = range(first, end, DRAFT_FIELDS)
         drafts = tuple(Draft(values[i], values[i + 1], float_of(values[i + 2])) for i in starts)
-        return cls(*values[: first - 1], candidates=drafts)
+        record = cls(*own, candidates=drafts)
+        if not num_scored:
+            return record
+        return replace(record, score=score_of(record.token, values[end : end + num_scored]))
 
     def to_verdict(self) -> Verdict | None:
         """The judgement, if this rank made one."""
         return Verdict(bool(self.verdict), self.token) if self.verdict in (0, 1) else None
 
 
-RECORD_FIELDS = tuple(field.name for field in fields(CycleRecord) if field.name != "candidates")
+RECORD_FIELDS = tuple(field.name for field in fields(CycleRecord) if field.name not in ("candidates", "score"))
 DRAFT_FIELDS = 3
 DRAWN = 2
 """`CycleRecord.verdict` of a token that was drawn without judging a draft: after a prompt, and in plain decoding."""
 
 
-def record_fields(max_width: int) -> int:
-    """Integers of a record that has room for so many candidates; none where no trees are decoded."""
-    return len(RECORD_FIELDS) + 1 + DRAFT_FIELDS * max_width
+def record_fields(max_width: int, num_top: int | None = None) -> int:
+    """Integers of a record that has room for so many candidates, 0 without trees, and for a score if one is wanted."""
+    return len(RECORD_FIELDS) + 2 + DRAFT_FIELDS * max_width + (0 if num_top is None else 1 + 2 * num_top)
+
+
+def score_numbers(score: TokenScore) -> list[int]:
+    """A score without its token, as integers: the bits of its log-probability, then each likely token and its bits."""
+    return [bits_of(score.logprob), *(number for token, logprob in score.top for number in (token, bits_of(logprob)))]
+
+
+def score_of(token: int, numbers: Sequence[int]) -> TokenScore:
+    """The score that `score_numbers` was given."""
+    top = zip(numbers[1::2], map(float_of, numbers[2::2]), strict=True)
+    return TokenScore(token, float_of(numbers[0]), tuple(top))
 
 
 def bits_of(number: float) -> int:

@@ -35,7 +35,6 @@ class Service:
         created: seconds since 1970 at which the server was started.
         timeout: seconds that a request may take.
         verify: how sampled drafts are judged.
-        has_scores: whether log-probabilities can be had.
         api_key: that requests must bring, if any.
     """
 
@@ -47,7 +46,6 @@ class Service:
     created: int
     timeout: float
     verify: VerifyMode = "rejection"
-    has_scores: bool = True
     api_key: str | None = None
 
     async def answer(self, request: AnswerRequest, made: Callable[..., Answer], http: Request) -> Response:
@@ -74,12 +72,6 @@ class Service:
         if request.model != self.model:
             message = f"there is no model {request.model!r} here: this server has {self.model!r}"
             raise Refusal(404, message, param="model", code="model_not_found")
-        if request.num_top is not None and not self.has_scores:
-            message = (
-                "logprobs: the ranks of a distributed decoder do not send them to the one that serves: leave them out, "
-                "or start the server with --runtime local"
-            )
-            raise Refusal(400, message, param="logprobs", code="unsupported_value")
 
     def card(self) -> dict[str, Any]:
         """The entry of `/v1/models`."""

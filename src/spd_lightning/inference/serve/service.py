@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spd_lightning.inference.decoder import PipelineDecoder
-from spd_lightning.inference.runtime.cluster import DistributedRuntime
 from spd_lightning.inference.sampling import VerifyMode
 from spd_lightning.inference.serve.app import Service, make_app
 from spd_lightning.inference.serve.engine import Engine
@@ -65,7 +64,6 @@ def serve(decoder: PipelineDecoder, listener: socket.socket, settings: ServeSett
         int(time.time()),
         settings.request_timeout,
         settings.verify,
-        not isinstance(decoder.runtime, DistributedRuntime),
         settings.api_key,
     )
     server = HttpServer(make_app(service), listener, settings.shutdown_grace)

@@ -1,13 +1,14 @@
 """The rank of a stage while trees are decoded; the last one verifies as well. Knows neither processes nor files."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spd_lightning.inference.coordinator import CycleOutcome
 from spd_lightning.inference.runtime.distributed import Operation, Posted, Transport
-from spd_lightning.inference.runtime.rank import Mailbox, Rank, level_laws
+from spd_lightning.inference.runtime.rank import Mailbox, level_laws
 from spd_lightning.inference.runtime.stage_rank import StageRank
 from spd_lightning.inference.runtime.wire import Request, Stamp
 from spd_lightning.inference.sampling import SamplingParams
@@ -28,6 +29,7 @@ class TreeStageRank(StageRank):
         num_stages: `n`.
         make_request_verifier: for the sampling parameters of a request.
         draft_vocab_size: rows of the draft head.
+        num_tokens: `len(tokenizer)`; rows of logits beyond are padding.
     """
 
     verifier: TreeVerifier
@@ -39,8 +41,10 @@ class TreeStageRank(StageRank):
         num_stages: int,
         make_request_verifier: Callable[[SamplingParams], TreeVerifier],
         draft_vocab_size: int,
+        num_tokens: int,
     ) -> None:
-        super().__init__(transport, tree.stage, num_stages, make_request_verifier, draft_vocab_size)  # pyright: ignore[reportArgumentType]
+        verifier: Any = make_request_verifier
+        super().__init__(transport, tree.stage, num_stages, verifier, draft_vocab_size, num_tokens)
         self.tree = tree
         dim, weight = tree.stage.modules.config.hidden_size, next(tree.stage.modules.layers.parameters())
         shape = (weight.dtype, weight.device, transport.max_width)
@@ -52,7 +56,7 @@ class TreeStageRank(StageRank):
         """Of the children of each live node that has been drafted behind."""
 
     def begin(self, request: Request) -> None:
-        Rank.begin(self, request)
+        self._begin(request)
         self.verifier = self.make_request_verifier(request.params)  # pyright: ignore[reportAttributeAccessIssue]
         self.law_of.clear()
         self.level_laws = level_laws(request.params, self.draft_vocab_size, self.device)
@@ -100,6 +104,7 @@ class TreeStageRank(StageRank):
             law = self.law_of.get(plan.root.id)
             with self.transport.timer.span(VERIFY):
                 verdict = self.verifier.judge_candidates(logits, plan.candidates, law, plan.judged)
+                self._note(logits, plan.judged, verdict.token)
         posted.wait()
         if self.level_laws is not None:
             stamp = Stamp(self.request, plan.epoch, plan.drafted)
