@@ -1,12 +1,15 @@
 """`PipelineDecoder` and `spd-infer` on folders as users have them, and the mistakes that users make."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from spd_lightning.inference.cli import main
 from spd_lightning.inference.decoder import PipelineDecoder
@@ -152,6 +155,15 @@ def test_a_target_with_another_tokenizer_is_refused(folders: tuple[str, str], tm
     (copy / "drafter.safetensors").write_bytes((Path(folders[0]) / "drafter.safetensors").read_bytes())
     with pytest.raises(ValueError, match="another tokenizer"):
         PipelineDecoder.from_pretrained(str(copy))
+
+
+def test_weights_in_double_precision_are_not_rounded_on_the_way(folders: tuple[str, str], tmp_path: Path) -> None:
+    wide = Path(shutil.copytree(folders[0], tmp_path / "drafter"))
+    weights = load_file(wide / "drafter.safetensors")
+    weights["norm.weight"] = weights["norm.weight"].double() + 1e-12
+    save_file(weights, wide / "drafter.safetensors")
+    decoder = PipelineDecoder.from_pretrained(str(wide), dtype="float64", max_length=32)
+    assert torch.equal(decoder.drafter.module.norm.weight, weights["norm.weight"])
 
 
 def test_importing_the_decoder_imports_neither_lightning_nor_datasets() -> None:

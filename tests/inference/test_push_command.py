@@ -101,7 +101,7 @@ def test_a_dry_run_writes_the_card_and_uploads_nothing(
 ) -> None:
     evaluation = ["eval", "--drafter", str(root / "pdm"), "--questions", str(root / "own.jsonl")]
     main([*evaluation, "--out", str(tmp_path / "eval"), "--max_new_tokens", "4", "--max_length", "100"])
-    command = ["push", str(folder), "someone/pdm", "--dry_run", "true", "--licence", "apache-2.0"]
+    command = ["push", str(folder), "someone/pdm", "--dry_run", "true", "--licence", "other: with | a bar"]
     main([*command, "--eval", str(tmp_path / "eval")])
     printed = capsys.readouterr().out
     assert all(f"{name}  " in printed for name in FILES) and "nothing was uploaded" in printed
@@ -110,7 +110,7 @@ def test_a_dry_run_writes_the_card_and_uploads_nothing(
     assert front_matter(card) == {
         "library_name": "spd-lightning",
         "tags": ["speculative-decoding", "spd-lightning", "spd"],
-        "license": "apache-2.0",
+        "license": "other: with | a bar",
     }
     for part in ("## Target", "## Method", "## Data", "## Metrics", "## Limits", "## Licence"):
         assert f"\n{part}\n" in card
@@ -142,6 +142,8 @@ def test_a_card_that_is_there_is_kept_unless_a_new_one_is_asked_for(folder: Path
     [
         (["push", "FOLDER", "someone/pdm"], "nothing was uploaded to someone/pdm: "),  # HF_HUB_OFFLINE in tests
         (["push", "FOLDER", "nameless"], "a hub id, owner/name, is needed"),
+        (["push", "FOLDER", "some--one/pdm"], "Cannot have -- or .."),
+        (["push", "FOLDER", "someone/ö"], "repo='someone/ö'"),
         (["push", "FOLDER/absent", "someone/pdm"], "there is no such folder"),
         (["push", "FOLDER", "someone/pdm", "--eval", "FOLDER"], "not a finished `spd-infer eval --out`"),
         (

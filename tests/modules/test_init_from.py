@@ -187,15 +187,33 @@ def test_other_sizes_are_initialised_and_listed() -> None:
     source, module = make_drafter(LAYOUT), other_drafter(num_heads=2, intermediate_size=64, num_spec_layers=1)
     told = carry_over(source, module)
     assert [line.partition(":")[0] for line in told if "initialised" in line] == [
-        f"layers.0.{name}.weight"
-        for name in ("attention.q_proj", "attention.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+        "layers.0.attention", *(f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+    ]  # fmt: skip
+    assert torch.equal(module.layers[0].input_norm.weight, source.layers[0].input_norm.weight)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_attention_of_other_heads_is_initialised_where_its_shapes_are_the_same_too(gated: bool) -> None:
+    source = make_drafter(LAYOUT, num_heads=4, head_dim=16)
+    module = other_drafter(num_heads=8, num_kv_heads=4, head_dim=8, gated_attention=gated)
+    before = {name: value.clone() for name, value in module.layers.state_dict().items()}
+    told = carry_over(source, module)
+    assert [line for line in told if line.startswith("layers.0")] == [
+        "layers.0.attention: initialised, its heads are others (num_heads, num_kv_heads, head_dim)"
     ]
-    assert torch.equal(module.layers[0].attention.k_proj.weight, source.layers[0].attention.k_proj.weight)
-    other_heads = other_drafter(num_heads=2, gated_attention=True, num_spec_layers=1)
-    assert "layers.0.attention.q_proj.weight: initialised, its heads are others" in carry_over(source, other_heads)
+    for name, value in module.layers.state_dict().items():
+        kept = before if "attention." in name else source.layers.state_dict()
+        assert torch.equal(value, kept[name]), name
 
 
-def test_a_projection_kept_unused_stays_so_or_finds_its_use() -> None:
+def test_a_wider_drafter_takes_the_head_rows_of_a_narrower_dtype() -> None:
+    source, module = make_drafter(LAYOUT, torch.float32), other_drafter()
+    carry_over(source, module)
+    assert module.lm_head.weight.dtype == torch.float64
+    assert torch.equal(module.lm_head.weight, source.lm_head.weight.double())
+
+
+def test_a_projection_kept_unused_stays_so_and_begins_no_other() -> None:
     unreached = FeatureLayout((2, 2, 2, 2), (0, 2, 5, 6), "shared")
     source = make_drafter(unreached, kept_projections=(2,))
     kept = source.features.get_buffer("kept_projection_2").normal_(generator=torch.Generator().manual_seed(9))
@@ -204,8 +222,15 @@ def test_a_projection_kept_unused_stays_so_or_finds_its_use() -> None:
     assert carry_over(source, same) == []
     assert torch.equal(same.features.get_buffer("kept_projection_2"), kept)
     used = other_drafter(FeatureLayout((2, 3, 1, 2), (0, 2, 5, 6), "shared"))
-    assert carry_over(source, used) == [] and kept_projections(source.config, used.config) == ()
-    assert torch.equal(used.features.projections["2"].weight, kept)
+    assert kept_projections(source.config, used.config) == ()
+    told = carry_over(source, used)
+    assert told == [
+        "the projection of layers [0, 2, 5]: begins as that of [0, 2], with zeros for the states of [5]",
+        "the projection of layers [0, 2, 5]: left out",
+    ]
+    assert torch.equal(used.features.projections["2"].weight[:, :64], source.features.projections["1"].weight)
+    raw = make_drafter(unreached, feature_norm="none").config
+    assert kept_projections(source.config, raw) == ()
     others = make_drafter(FeatureLayout((2, 2, 2, 2), (0, 3, 5, 6), "shared")).config
     assert kept_projections(source.config, others) == ()
     with pytest.raises(ValueError, match=r"kept_projections=\[1\]: \[1\] are used"):

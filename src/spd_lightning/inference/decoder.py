@@ -3,6 +3,8 @@
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from spd_lightning.inference.answer import DecodeResult, Run
 from spd_lightning.inference.compatibility import RuntimeName, check_method, check_schedule, check_target
 from spd_lightning.inference.eagle.runtime import EagleRuntime
@@ -111,7 +113,7 @@ class PipelineDecoder:
                 is asked for that the drafter's method does not have.
             RankFailure: if another rank fails.
         """
-        given = load_drafter(drafter)
+        given = load_drafter(drafter, torch.float64 if dtype == "float64" else torch.float32)
         check_schedule(given, schedule)
         check_method(given, runtime, draft_length, shape)
         name = check_target(given, target)

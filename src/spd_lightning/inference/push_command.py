@@ -39,11 +39,10 @@ def run_push(given: Namespace) -> None:
     """
     from spd_lightning.files import write_whole
     from spd_lightning.modules.checkpoint import load_drafter
-    from spd_lightning.modules.hub import CONFIG_FILE, WEIGHTS_FILE, is_repository
+    from spd_lightning.modules.hub import CONFIG_FILE, WEIGHTS_FILE, check_repository
     from spd_lightning.modules.model_card import CARD_FILE, model_card
 
-    if not is_repository(given.repo):
-        raise ValueError(f"repo={given.repo!r}: a hub id, owner/name, is needed")
+    check_repository(given.repo)
     if not given.folder.is_dir():
         raise ValueError(f"{given.folder}: there is no such folder")
     drafter = load_drafter(given.folder)

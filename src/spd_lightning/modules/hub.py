@@ -30,6 +30,19 @@ def is_repository(name: str) -> bool:
     return found is not None and found["revision"] is None
 
 
+def check_repository(name: str) -> None:
+    """Raises `ValueError` for what the hub would not take as the id of a repository, `owner/name`."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ValueError(f"repo={name!r}: {first_sentence(error)}") from error
+    if not is_repository(name):
+        raise ValueError(f"repo={name!r}: a hub id, owner/name, is needed")
+
+
 def locate_drafter(name: str | Path) -> Path:
     """The local folder of a drafter: of a hub id that of the hub's cache, downloaded where it is not there yet.
 

@@ -19,6 +19,8 @@ ARITHMETIC = (
     "gated_attention", "rope_theta", "rope_scaling", "partial_rotary_factor", "rms_norm_eps", "feature_norm", "schedule"
 )  # fmt: skip
 """Settings with which the same weights compute something else."""
+HEADS = ("num_heads", "num_kv_heads", "head_dim")
+"""Settings by which attention's projections are cut into heads; their shapes may be equal all the same."""
 STRUCTURAL = ("num_stages", "stage_layers", "anchors", "rows")
 """Settings that decide which states the drafter is shown, and at which depth."""
 
@@ -49,7 +51,9 @@ def changed_settings(
 
 
 def kept_projections(source: DrafterConfig, new: DrafterConfig) -> tuple[int, ...]:
-    """Projections that `source` keeps unused and that a drafter of the same first anchors keeps as well."""
+    """Projections that `source` keeps unused and that a drafter of the same first anchors and norms keeps as well."""
+    if source.feature_norm != new.feature_norm:
+        return ()
     unused = set(range(len(new.anchors))) - set(new.layout.used_anchor_indices)
     return tuple(i for i in source.kept_projections if i in unused and source.anchors[: i + 1] == new.anchors[: i + 1])
 
@@ -60,7 +64,8 @@ def carry_over(source: DraftModule, module: DraftModule) -> list[str]:
 
     The same drafter comes out bit for bit. Of more layers the first ones are taken. A head row is that of the same
     token. A projection for a new set of anchors is that of the deepest anchor that the source had by then, with the
-    columns of anchors that it did not have zero: it begins with what the source would have seen.
+    columns of anchors that it did not have zero: it begins with what the source would have seen. One that the source
+    keeps unused has never been trained, so it begins none.
 
     Args:
         source: of the same method and for a target of the same width.
@@ -74,7 +79,7 @@ def carry_over(source: DraftModule, module: DraftModule) -> list[str]:
         told += _carry_features(source, module)
         told += _carry_layers(source, module)
     else:
-        told += _carry_named(old, new)
+        told += _carry_block(old, new, source, module)
     new["norm.weight"].copy_(old["norm.weight"])
     told += _carry_head(source, module)
     return told
@@ -87,7 +92,7 @@ def _carry_head(source: DraftModule, module: DraftModule) -> list[str]:
     both = [(row, row_of[token_id]) for row, token_id in enumerate(ids) if token_id in row_of]
     if both:
         rows, old_rows = torch.tensor(both).T
-        module.lm_head.weight[rows] = source.lm_head.weight[old_rows]
+        module.lm_head.weight[rows] = source.lm_head.weight[old_rows].to(module.lm_head.weight.dtype)
     told = []
     if fresh := len(ids) - len(both):
         told.append(f"lm_head: {fresh:,} of {len(ids):,} draft tokens are new; their rows are the target's")
@@ -102,25 +107,35 @@ def _carry_layers(source: PipelineDraftModule, module: PipelineDraftModule) -> l
         if index >= len(source.layers):
             told.append(f"layers.{index}: initialised, the drafter has {len(source.layers)}")
             continue
-        old, new = source.layers[index].state_dict(), layer.state_dict()
-        if source.config.gated_attention != module.config.gated_attention:
-            told += _carry_queries(old, new, source.config, module.config, f"layers.{index}.")
-        told += _carry_named(old, new, f"layers.{index}.")
+        told += _carry_block(source.layers[index].state_dict(), layer.state_dict(), source, module, f"layers.{index}.")
     told += [f"layers.{index}: left out" for index in range(len(module.layers), len(source.layers))]
     return told
 
 
-def _carry_queries(
-    old: dict[str, Tensor], new: dict[str, Tensor], had: DrafterConfig, has: DrafterConfig, prefix: str
+def _carry_block(
+    old: dict[str, Tensor], new: dict[str, Tensor], source: DraftModule, module: DraftModule, prefix: str = ""
 ) -> list[str]:
+    """A layer: nothing of attention with other heads, whatever fits otherwise."""
+    had, has = source.config, module.config
+    if other := [name for name in HEADS if getattr(had, name) != getattr(has, name)]:
+        kept = {name: value for name, value in new.items() if "attention." not in name and "attn." not in name}
+        return [
+            f"{prefix}attention: initialised, its heads are others ({', '.join(other)})",
+            *_carry_named(old, kept, prefix),
+        ]
+    told = []
+    if isinstance(had, DrafterConfig) and isinstance(has, DrafterConfig) and had.gated_attention != has.gated_attention:
+        told += _carry_queries(old, new, has, prefix)
+    return told + _carry_named(old, new, prefix)
+
+
+def _carry_queries(old: dict[str, Tensor], new: dict[str, Tensor], has: DrafterConfig, prefix: str) -> list[str]:
     """The queries of a gated layer for a plain one, or the reverse; takes them out of what is left to carry."""
     name = "attention.q_proj.weight"
     before, after = old.pop(name), new.pop(name)
     # Rows of a gated layer are, head by head, those of the query and those of its gate.
-    before, after = before.unflatten(0, (had.num_heads, -1)), after.unflatten(0, (has.num_heads, -1))
-    if (had.num_heads, had.head_dim) != (has.num_heads, has.head_dim):
-        return [f"{prefix}{name}: initialised, its heads are others"]
-    after[:, : has.head_dim] = before[:, : had.head_dim]
+    before, after = (rows.unflatten(0, (has.num_heads, -1)) for rows in (before, after))
+    after[:, : has.head_dim] = before[:, : has.head_dim]
     return [f"{prefix}{name}: the gates are {'initialised' if has.gated_attention else 'left out'}"]
 
 
@@ -156,7 +171,8 @@ def _carry_features(source: PipelineDraftModule, module: PipelineDraftModule) ->
     for index, weight in _projections(module).items():
         anchors = has.anchors[: index + 1]
         name = f"the projection of layers {list(anchors)}"
-        passed = [i for i in old if had.anchors[i] <= anchors[-1]]
+        is_kept = index in has.kept_projections
+        passed = [i for i in old if had.anchors[i] <= anchors[-1] and (is_kept or i not in had.kept_projections)]
         if not passed:
             told.append(f"{name}: initialised, the drafter has none for tokens that have come so far only")
             continue

@@ -74,26 +74,31 @@ def model_card(
         "## Limits\n",
         *_limits(config, bool(measurements)),
         "## Licence\n",
-        f"{licence if licence else 'Not stated by who uploaded this.'} The rows of the draft head and the output norm "
-        f"were copied from the target when training began, so the licence of `{target['name']}` applies to them as "
-        "well.\n",
+        f"{licence if licence else 'Not stated by who uploaded this.'} {_origin(provenance)}, so the licence of "
+        f"`{target['name']}` applies to them as well.\n",
         "## Versions\n",
         _table({"python": provenance["python"], **provenance["versions"]}),
     ]
     return "\n".join(parts)
 
 
+def _origin(provenance: Mapping[str, Any]) -> str:
+    if provenance.get("imported"):
+        return "The output norm is the target's, and the rows of the draft head are as a rule copies of the target's"
+    return "The rows of the draft head and the output norm began as copies of the target's"
+
+
 def _front_matter(target: Mapping[str, Any], method: str, licence: str | None) -> str:
     lines = ["library_name: spd-lightning", f"tags: [speculative-decoding, spd-lightning, {method}]"]
     if target["revision"] is not None:  # of the hub; a local folder has none
-        lines.append(f"base_model: {target['name']}")
+        lines.append(f"base_model: {json.dumps(target['name'])}")
     if licence:
-        lines.append(f"license: {licence}")
+        lines.append(f"license: {json.dumps(licence)}")
     return "\n".join(["---", *lines, "---", ""])
 
 
 def _table(rows: Mapping[str, Any]) -> str:
-    lines = [f"| {name} | {value} |" for name, value in rows.items()]
+    lines = [f"| {name} | {str(value).replace('|', chr(92) + '|')} |" for name, value in rows.items()]
     return "\n".join(["| | |", "| --- | --- |", *lines, ""])
 
 
