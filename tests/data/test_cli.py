@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.inference.folders import save_folders
 
 from spd_lightning.data import cli
 from spd_lightning.modules.draft_vocab import DraftVocab
@@ -123,6 +124,21 @@ def test_estimate_of_an_eagle3_drafter_counts_its_own_parameters(config, tmp_pat
     fused, attention, mlp = 3 * 32 * 32, 64 * (64 + 2 * 32) + 64 * 32, 3 * 32 * 48
     assert f"drafter: {fused + attention + mlp + 4 * 32 + 30 * 32:,} parameters" in out
     assert "and 3 steps of each chain" in out
+
+
+def test_estimate_has_the_sizes_of_the_drafter_that_training_begins_with(config, tmp_path, capsys):
+    drafter, _ = save_folders(tmp_path / "source", "qwen3")
+    record = json.loads((Path(drafter) / "config.json").read_text())
+    record["drafter"] |= {"num_heads": 2, "gated_attention": True}
+    (Path(drafter) / "config.json").write_text(json.dumps(record))
+    counts = []
+    for more in ([], ["--model.init_from", drafter], ["--model.init_from", drafter, "--model.num_heads", "4"]):
+        cli.main(["estimate", "--config", config, *more])
+        line = next(line for line in capsys.readouterr().out.splitlines() if "drafter: " in line)
+        counts.append(int(line.partition("drafter: ")[2].split()[0].replace(",", "")))
+    # Width 32, two layers; a head of 16 has query and output projections, and with gates as much again of the former.
+    assert counts[1] - counts[0] == 2 * 32 * 16 * (2 * 3 - 4 * 2)
+    assert counts[2] - counts[0] == 2 * 32 * 16 * (4 * 3 - 4 * 2)
 
 
 def test_estimate_of_eight_rows_unless_told_otherwise(config, capsys):

@@ -1,8 +1,9 @@
 """The options of `model` that the size of a run depends on, by method, and the sizes. Builds no model."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
+from spd_lightning.modules.checkpoint import read_drafter_config
 from spd_lightning.modules.eagle.eagle_config import Eagle3Config
 from spd_lightning.modules.features import AnchorRule, FeatureLayout, RowMode, Schedule
 from spd_lightning.modules.model_size import DrafterSize, TargetSize, resolve_stage_layers
@@ -44,6 +45,7 @@ class ModelOptions:
         feature_norm: `rms` has a gain for each anchor.
         gated_attention: whether the drafter's layers have gates; they have none when absent.
         target_dtype: of the target's weights; `auto` keeps the checkpoint's.
+        init_from: drafter that training begins with; its sizes stand where these say nothing.
     """
 
     target: str
@@ -60,22 +62,24 @@ class ModelOptions:
     feature_norm: Literal["none", "rms"] = "rms"
     gated_attention: bool | None = None
     target_dtype: str = "auto"
+    init_from: str | None = None
 
     def drafter(self, target: TargetSize, draft_vocab_size: int) -> TrainedDrafter:
         """The Pipeline Draft Module of these options."""
         split = resolve_stage_layers(self.target, self.num_stages, self.stage_layers)
         layout = FeatureLayout.build(target.num_layers, self.num_stages, split, self.anchors, self.rows, self.schedule)
+        given = with_source(self)
         size = DrafterSize.of(
             target,
             layout,
             self.num_spec_layers,
             draft_vocab_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            intermediate_size=self.intermediate_size,
+            num_heads=given.num_heads,
+            num_kv_heads=given.num_kv_heads,
+            head_dim=given.head_dim,
+            intermediate_size=given.intermediate_size,
             feature_norm=self.feature_norm,
-            gated_attention=bool(self.gated_attention),
+            gated_attention=bool(given.gated_attention),
         )
         activations = size.activation_bytes(1, layout.num_rows)
         return TrainedDrafter(size.num_parameters, len(layout.anchors) + 1, activations, f"{layout.num_rows} row types")
@@ -93,6 +97,7 @@ class EagleOptions:
         head_dim: head width of the drafter; the target's when absent.
         intermediate_size: MLP width of the drafter; the target's when absent.
         target_dtype: of the target's weights; `auto` keeps the checkpoint's.
+        init_from: drafter that training begins with; its sizes stand where these say nothing.
     """
 
     target: str
@@ -102,16 +107,18 @@ class EagleOptions:
     head_dim: int | None = None
     intermediate_size: int | None = None
     target_dtype: str = "auto"
+    init_from: str | None = None
 
     def drafter(self, target: TargetSize, draft_vocab_size: int) -> TrainedDrafter:
         """The EAGLE-3 drafter of these options; every step of a chain keeps what a layer keeps."""
+        given = with_source(self)
         config = Eagle3Config(
             num_layers=target.num_layers,
             hidden_size=target.hidden_size,
-            intermediate_size=self.intermediate_size or target.intermediate_size,
-            num_heads=self.num_heads or target.num_heads,
-            num_kv_heads=self.num_kv_heads or target.num_kv_heads,
-            head_dim=self.head_dim or target.head_dim,
+            intermediate_size=given.intermediate_size or target.intermediate_size,
+            num_heads=given.num_heads or target.num_heads,
+            num_kv_heads=given.num_kv_heads or target.num_kv_heads,
+            head_dim=given.head_dim or target.head_dim,
             rope_theta=1.0,
             rms_norm_eps=1.0,
             draft_vocab_size=draft_vocab_size,
@@ -129,6 +136,18 @@ class EagleOptions:
         )
         activations, num_states = layer.activation_bytes(1, self.num_steps), len(config.anchors) + 2
         return TrainedDrafter(config.num_parameters, num_states, activations, f"{self.num_steps} steps of each chain")
+
+
+Options = TypeVar("Options", ModelOptions, EagleOptions)
+
+
+def with_source(options: Options) -> Options:
+    """The options, with the sizes of the drafter that training begins with where they say nothing."""
+    if options.init_from is None:
+        return options
+    _, source = read_drafter_config(options.init_from)
+    names = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "gated_attention")
+    return replace(options, **{name: getattr(source, name) for name in names if getattr(options, name, 0) is None})
 
 
 METHODS: dict[str, type[ModelOptions] | type[EagleOptions]] = {"spd": ModelOptions, "eagle3": EagleOptions}
