@@ -217,6 +217,11 @@ class PipelineDecoder:
         """
         self.runtime.follow(self.stop_condition)
 
+    def check(self) -> None:
+        """On the lead, while nothing is decoded: raises `RankFailure` if another rank is lost."""
+        if isinstance(self.runtime, DistributedRuntime):
+            self.runtime.check()
+
     def close(self) -> None:
         """On the lead: cancels what is being decoded and lets the other ranks end."""
         if self.is_lead:

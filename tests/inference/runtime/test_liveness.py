@@ -282,7 +282,18 @@ def test_waiting_for_a_key_minds_the_given_ranks_only(store: FakeStore, start: S
     assert liveness.wait_for("request/1", [1]) == b"x"
 
 
-@pytest.mark.parametrize("place", ["in a transfer", "waiting for a key"])
+def test_looks_between_requests_find_who_has_died(store: FakeStore, start: Start) -> None:
+    liveness = start()
+    liveness.check([1, 2])
+    store.die(1)
+    liveness.check([1, 2])  # its last beat is new
+    time.sleep(TIMEOUT)
+    with pytest.raises(RankFailure, match="heartbeat has stopped") as raised:
+        liveness.check([1, 2])
+    assert raised.value.rank == 1
+
+
+@pytest.mark.parametrize("place", ["in a transfer", "waiting for a key", "between requests"])
 def test_a_store_that_is_gone_is_said_in_one_line(store: FakeStore, start: Start, place: str) -> None:
     liveness = start()
     store.is_lost = True
@@ -291,7 +302,7 @@ def test_a_store_that_is_gone_is_said_in_one_line(store: FakeStore, start: Start
         failure = lose(liveness)
     else:
         with pytest.raises(RankFailure) as raised:
-            liveness.wait_for("request/1", [1, 2])
+            liveness.wait_for("request/1", [1, 2]) if place == "waiting for a key" else liveness.check([1, 2])
         failure = raised.value
     assert "Connection reset by peer" in str(failure)
     assert "\n" not in str(failure)

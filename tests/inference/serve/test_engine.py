@@ -8,6 +8,7 @@ import pytest
 
 from spd_lightning.inference.answer import Run
 from spd_lightning.inference.sampling import SamplingParams
+from spd_lightning.inference.serve import engine as engine_module
 from spd_lightning.inference.serve.engine import End, Engine, Job, Piece
 from spd_lightning.inference.serve.metrics import ServeMetrics
 from spd_lightning.inference.serve.refusal import Refusal
@@ -172,6 +173,21 @@ def test_an_error_of_the_decoder_is_told_to_all_and_raised() -> None:
         engine.run()
     assert [one.outcome for one in asked] == ["decoder_failed", "shutting_down"]
     assert "rank 2 is dead" in str(asked[0].events[0]) and not engine.is_open
+
+
+def test_an_idle_engine_ends_when_its_decoder_is_lost(monkeypatch) -> None:
+    monkeypatch.setattr(engine_module, "CHECK_SECONDS", 0.01)
+    looks = []
+
+    def check() -> None:
+        looks.append(len(looks))
+        if len(looks) == 3:
+            raise RuntimeError("rank 2 is dead")
+
+    engine = Engine(Script().start, 259, 8, ServeMetrics(), check)
+    with pytest.raises(RuntimeError, match="rank 2 is dead"):
+        engine.run()
+    assert looks == [0, 1, 2] and not engine.is_open
 
 
 def test_a_value_that_cannot_be_decoded_ends_one_answer_only() -> None:

@@ -142,6 +142,10 @@ class DistributedRuntime:
         for rank in self.others:
             self.liveness.wait_for(f"{what}/{rank}", self.others)
 
+    def check(self) -> None:
+        """On the lead, between requests: raises `RankFailure` if another rank is lost."""
+        self.liveness.check(self.others)
+
     def pipelined(
         self,
         prompt: Sequence[int],

@@ -148,9 +148,7 @@ class Liveness:
                     return self.store.get(key)
                 if now - looked >= self.interval:
                     looked = now
-                    self._raise_known_culprit()
-                    if dead := self._silent(others, self.timeout):
-                        raise self._blame(dead[0], self._silence(dead[0]))
+                    self._look(others)
                 self._waiting_since = math.inf
                 time.sleep(poll if now - began < 1 else max(poll, 0.02))
         except RuntimeError as error:
@@ -159,6 +157,24 @@ class Liveness:
             raise self._lost_store(error) from error
         finally:
             self.is_waiting, self._waiting_since = False, math.inf
+
+    def check(self, others: Sequence[int]) -> None:
+        """A look at the others while nothing is waited for.
+
+        Raises:
+            RankFailure: if one of them has died or failed.
+        """
+        try:
+            self._look(others)
+        except RankFailure:
+            raise
+        except RuntimeError as error:
+            raise self._lost_store(error) from error
+
+    def _look(self, others: Sequence[int]) -> None:
+        self._raise_known_culprit()
+        if dead := self._silent(others, self.timeout):
+            raise self._blame(dead[0], self._silence(dead[0]))
 
     def report(self, message: str) -> None:
         """Says that this rank fails by itself, so that the others can tell why."""

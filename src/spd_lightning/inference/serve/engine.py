@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 from spd_lightning.inference.answer import Run
@@ -16,6 +16,9 @@ from spd_lightning.inference.serve.metrics import ServeMetrics
 from spd_lightning.inference.serve.refusal import Refusal, failed, queue_full, shutting_down
 from spd_lightning.inference.stats import DecodeStats
 from spd_lightning.inference.token_scores import TokenScore, TokenScores
+
+CHECK_SECONDS = 1.0
+"""Between two looks at an idle decoder."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Engine:
         num_tokens: `len(tokenizer)`.
         max_queue: jobs that may wait while another one is answered.
         metrics: are told of all that happens.
+        check: is called now and then while there is nothing to answer, and raises if the decoder is lost.
     """
 
     def __init__(
@@ -87,11 +91,13 @@ class Engine:
         num_tokens: int,
         max_queue: int,
         metrics: ServeMetrics,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.start = start
         self.num_tokens = num_tokens
         self.max_queue = max_queue
         self.metrics = metrics
+        self.check = check
         self._lock = threading.Lock()
         self._inbox: SimpleQueue[Job | None] = SimpleQueue()
         self._open: set[Job] = set()
@@ -136,7 +142,7 @@ class Engine:
     def run(self) -> None:
         """Answers until `stop`. If the decoder fails, all jobs are refused, and its error is raised."""
         try:
-            while (job := self._inbox.get()) is not None:
+            while (job := self._next()) is not None:
                 if self._begins(job):
                     self._answer(job)
         finally:
@@ -145,6 +151,13 @@ class Engine:
                 left = list(self._open)
             for job in left:
                 self._finish(job, shutting_down())
+
+    def _next(self) -> Job | None:
+        while True:
+            try:
+                return self._inbox.get(timeout=CHECK_SECONDS)
+            except Empty:
+                self.check()
 
     def _begins(self, job: Job) -> bool:
         """Whether the job is to be answered now."""

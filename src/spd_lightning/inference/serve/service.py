@@ -53,7 +53,7 @@ def serve(decoder: PipelineDecoder, listener: socket.socket, settings: ServeSett
     metrics = ServeMetrics()
     num_tokens = len(decoder.tokenizer)
     start = decoder.start_autoregressive if settings.is_plain else decoder.start
-    engine = Engine(start, num_tokens, settings.max_queue, metrics)
+    engine = Engine(start, num_tokens, settings.max_queue, metrics, decoder.check)
     tokenizer = load_tokenizer(decoder.target_name)  # each thread has its own
     service = Service(
         engine,
