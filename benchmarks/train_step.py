@@ -229,7 +229,8 @@ def measure(given: Measurement) -> dict[str, float]:
 
     from spd_lightning.host_memory import keep_freed_memory
 
-    keep_freed_memory()  # as spd-train does
+    if given.part != "loss":  # that is measured for what it needs, not for what a process keeps
+        keep_freed_memory()  # as spd-train does
     if given.part != "target":
         RUNS[given.part](replace(given, shapes="tiny", seq=16))()  # what is loaded at a first use counts for nobody
     run = RUNS[given.part](given)

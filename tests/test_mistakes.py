@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lightning import LightningModule, Trainer
 
+from spd_lightning.callbacks import DrafterCheckpoint
 from spd_lightning.cli import main as spd_train
 from spd_lightning.data.cli import main as spd_data
+from spd_lightning.modules.checkpoint import FORMAT
 from spd_lightning.modules.tiny_target import save_tiny_target
 
 pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
@@ -237,3 +240,23 @@ def test_an_output_folder_that_is_a_file(config: dict, tmp_path: Path, capsys) -
     config["trainer"]["callbacks"] = [{"class_path": "spd_lightning.callbacks.DrafterCheckpoint"}]
     line = the_one_line(spd_train, ["fit", "--config", saved(config, tmp_path)], capsys)
     assert "drafter': that is a file" in line
+
+
+def test_an_output_folder_with_the_configuration_of_something_else(config: dict, tmp_path: Path, capsys) -> None:
+    (tmp_path / "run" / "drafter").mkdir(parents=True)
+    (tmp_path / "run" / "drafter" / "config.json").write_text('{"model_type": "qwen3"}')
+    config["trainer"]["callbacks"] = [{"class_path": "spd_lightning.callbacks.DrafterCheckpoint"}]
+    line = the_one_line(spd_train, ["fit", "--config", saved(config, tmp_path)], capsys)
+    assert "config.json is not that of such a drafter and would be lost" in line
+
+
+def test_a_run_says_whose_drafter_it_will_replace(tmp_path: Path, monkeypatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("spd_lightning.callbacks.checkpoint.rank_zero_info", said.append)
+    trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False)
+    for folder in (tmp_path / "drafter", None):
+        DrafterCheckpoint().setup(trainer, LightningModule(), "fit")
+        assert [line.partition(" has a drafter")[0] for line in said] == ([] if folder else [str(tmp_path / "drafter")])
+        if folder:
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps({"format": FORMAT}))

@@ -1,10 +1,15 @@
 """`spd-infer import`: a published file means what its format says, and every fault of it is one line."""
 
 import io
+import json
 import pickle
+import tracemalloc
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3Config
@@ -14,7 +19,9 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qw
 
 from spd_lightning.inference.cli import main
 from spd_lightning.modules.checkpoint import load_drafter
-from spd_lightning.modules.target import FrozenTarget
+from spd_lightning.modules.published import tensor_faults
+from spd_lightning.modules.published_config import read_config
+from spd_lightning.modules.target import FrozenTarget, target_shape
 from spd_lightning.modules.tiny_target import save_tiny_target, tiny_config
 from tests.inference.replay import replayed_logits
 from tests.modules.published_files import NUM_TOKENS, NaiveDrafter, published_file
@@ -157,6 +164,32 @@ def test_an_imported_drafter_decodes_by_command_and_says_where_it_comes_from(
     assert record["rotary"] == {"theta": 10000.0, "dims": 4, "layout": "half_split"}
 
 
+def test_names_that_share_a_tensor_get_one_each(targets: dict[str, Path], tmp_path: Path) -> None:
+    content = published_file("qwen3")
+    state = content["state_dict"]
+    shared = state["spec_layers.0.mlp.gate_proj.weight"].float()
+    state |= {f"spec_layers.1.mlp.{part}_proj.weight": shared for part in ("gate", "up")}
+    mlp = load_drafter(import_file(content, targets["qwen3"], tmp_path)).module.layers[1].mlp
+    assert torch.equal(mlp.gate_proj.weight, shared) and torch.equal(mlp.up_proj.weight, shared)
+
+
+def test_keys_that_the_format_does_not_define_are_named_and_kept(targets: dict[str, Path], tmp_path: Path) -> None:
+    content = published_file("qwen3", rows="shared", steps=7, lr=[1e-3, 1e-4])
+    with pytest.warns(UserWarning, match="ignored: steps, lr$"):
+        record = json.loads((import_file(content, targets["qwen3"], tmp_path) / "config.json").read_text())
+    assert record["provenance"]["imported"]["ignored"] == {"steps": 7, "lr": [1e-3, 1e-4]}
+
+
+def test_an_import_never_replaces_a_target(tmp_path: Path, capsys) -> None:
+    target = save_tiny_target(tmp_path / "target", "qwen3", 8)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    torch.save(published_file("qwen3"), tmp_path / "published.pt")
+    with pytest.raises(SystemExit):
+        main(["import", str(tmp_path / "published.pt"), "--target", str(target), "--out", str(target)])
+    assert f"{target / 'config.json'} is not that of such a drafter" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+
+
 def without(name: str):
     return lambda content: content["config"].pop(name)
 
@@ -185,6 +218,8 @@ def with_nan(value: torch.Tensor) -> torch.Tensor:
     return value.clone().fill_diagonal_(torch.nan)
 
 
+LONG = "9" * 5000
+"""More digits than Python makes a number of."""
 FAULTS = {
     "no_config": (lambda content: content.pop("config"), "config is missing"),
     "no_state": (lambda content: content.pop("state_dict"), "state_dict is missing"),
@@ -219,6 +254,39 @@ FAULTS = {
     "wrong_family": (foreign_layers, "the layers are plain ones, of drafters for Qwen3 and Llama"),
     "not_finite": (tensor("lm_head.weight", with_nan), "lm_head.weight has 32 values that are not finite"),
     "integers": (tensor("lm_head.weight", torch.Tensor.int), "lm_head.weight is of torch.int32"),
+    "meta": (tensor("lm_head.weight", lambda value: value.to("meta")), "on meta, not all of whose values are in"),
+    "sparse": (
+        tensor("lm_head.weight", lambda value: value.float().to_sparse()),
+        "is a torch.sparse_coo tensor on cpu",
+    ),
+    "eight_bits": (tensor("lm_head.weight", lambda value: value.to(torch.float8_e4m3fn)), "is of torch.float8_e4m3fn"),
+    "float32_too_small": (
+        tensor("lm_head.weight", lambda value: value.double() + 1e300),
+        "lm_head.weight has 1280 values that are not finite in float32",
+    ),
+    "version_is_a_tensor": (configured(version=torch.tensor([11, 12])), "config.version=[11, 12]: this release reads"),
+    "count_is_a_float": (configured(num_aggr_types=5.0), "num_aggr_types=5.0: must be a positive integer"),
+    "count_is_a_tensor": (configured(num_aggr_types=torch.tensor([5, 5])), "num_aggr_types=[5, 5]: must be a positive"),
+    "no_plain_value": (configured(trained_with_use_deepest={1}), "config.trained_with_use_deepest is neither plain"),
+    "not_a_number": (
+        configured(trained_with_use_deepest=torch.nan),
+        "config.trained_with_use_deepest is neither plain",
+    ),
+    "meta_ids": (
+        configured(draft_token_ids=torch.arange(40, device="meta")),
+        "config.draft_token_ids is neither plain",
+    ),
+    "one_value_repeated": (
+        configured(stage_layers=torch.ones(1).expand(10**6)),
+        "config.stage_layers is neither plain",
+    ),
+    "other_schedule": (configured(schedule="post_step"), "schedule='post_step', but drafters of this format are all"),
+    "long_name": (
+        lambda content: content["state_dict"].update({f"aggr_projs.{LONG}.weight": 0}),
+        "such a drafter does",
+    ),
+    "long_number": (configured(stage_layers=LONG), "must be a list of integers, or integers joined by ';'"),
+    "long_list": (configured(stage_layers=[1] * 5000), "names 5000 stages, but num_stages=4"),
     "no_tensor": (tensor("lm_head.weight", torch.Tensor.tolist), "lm_head.weight is a list, a tensor is needed"),
 }
 
@@ -241,7 +309,18 @@ def test_a_fault_is_one_line_and_nothing_is_written(
     change(content)
     torch.save(content, tmp_path / "published.pt")
     lines = errors_of(tmp_path / "published.pt", targets["qwen3_5"], tmp_path / "out", capsys)
-    assert len(lines) == 1 and message in lines[0]
+    assert len(lines) == 1 and message in lines[0] and len(lines[0]) <= 400
+
+
+def test_a_claim_of_many_layers_takes_no_memory() -> None:
+    content = published_file("qwen3", num_spec_layers=10**6)
+    shape, faults = target_shape(tiny_config("qwen3"), "tiny"), []
+    config = read_config(content["config"], shape, NUM_TOKENS, faults)
+    tracemalloc.start()
+    faults += tensor_faults(content["state_dict"], config, shape)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert faults == ["state_dict has spec_layers [0, 1], but config.num_spec_layers=1000000"] and peak < 2**20
 
 
 def test_several_faults_are_several_lines(targets: dict[str, Path], tmp_path: Path, capsys) -> None:
@@ -276,16 +355,56 @@ def saved(content: Any) -> bytes:
     return buffer.getvalue()
 
 
+def rewritten(change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    """A file whose records, by the last part of their names, are others."""
+    buffer = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(saved(published_file("llama")))) as source,
+        zipfile.ZipFile(buffer, "w", compression) as archive,
+    ):
+        for name in source.namelist():
+            archive.writestr(name, change(name.rpartition("/")[2], source.read(name)))
+    return buffer.getvalue()
+
+
+def pickled(code: bytes) -> bytes:
+    return rewritten(lambda name, data: b"\x80\x02" + code if name == "data.pkl" else data)
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         (saved(published_file("llama"))[:-2000], "not a readable checkpoint"),
+        (rewritten(lambda name, data: data[:10] if name == "3" else data), "does not match expected size"),
+        (rewritten(lambda _, data: data, zipfile.ZIP_DEFLATED), "torch cannot read it: BadZipFile('compressed')"),
+        (pickled(b"a."), "torch cannot read it: IndexError"),
+        (pickled(b"h\x05."), "torch cannot read it: KeyError"),
+        (pickled(b"ccollections\nOrderedDict\nK\x05\x85R."), "torch cannot read it: TypeError"),
+        (pickled(b"K\x01Q."), "torch cannot read it: AssertionError"),
+        (pickled(b"X\x07\x00"), "torch cannot read it: error('unpack requires"),
+        (pickled(b"K\x01}b."), "more than tensors and plain values"),
+        (saved(published_file("llama", draft_token_ids=np.arange(40))), "plain values: NumPy's"),
         (saved({"config": Harmful()}), "more than tensors and plain values"),
         (pickle.dumps({"config": Harmful()}), "not a readable checkpoint"),
         (saved([1, 2]), "holds a list, a dict of state_dict and config is needed"),
         (b"", "not a readable checkpoint"),
     ],
-    ids=["truncated", "code", "pickle", "list", "empty"],
+    ids=[
+        "truncated",
+        "short_record",
+        "compressed",
+        "pop",
+        "memo",
+        "call",
+        "id",
+        "cut",
+        "state",
+        "numpy",
+        "code",
+        "pickle",
+        "list",
+        "empty",
+    ],
 )
 def test_a_file_that_cannot_be_read_is_one_line(
     data: bytes, message: str, targets: dict[str, Path], tmp_path: Path, monkeypatch, capsys

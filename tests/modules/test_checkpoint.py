@@ -1,6 +1,7 @@
 """Drafter folders: what is written comes back, and every damaged or foreign folder gives one clear message."""
 
 import json
+import resource
 from pathlib import Path
 
 import jaxtyping
@@ -8,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spd_lightning.modules.checkpoint import drafter_record, load_drafter, save_drafter
+from spd_lightning.modules.checkpoint import drafter_record, load_drafter, save_drafter, save_weights
 from spd_lightning.modules.distillation import default_settings
 from spd_lightning.modules.draft_vocab import DraftVocab
 from spd_lightning.modules.drafter_config import DrafterConfig, RopeScaling
@@ -90,6 +91,46 @@ def test_the_draft_vocabulary_of_a_drafter_folder_can_be_used_again(folder: Path
     assert list(vocab.token_ids) == make_drafter(LAYOUT).draft_token_ids.tolist()
     with pytest.raises(ValueError, match="another tokenizer"):
         DraftVocab.load(folder, 259, "other")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("config", ['{"architectures": ["LlamaForCausalLM"]}', "{}", "[]", "{", "\udcff"])
+def test_a_folder_of_something_else_is_left_as_it_is(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config, encoding="utf-8", errors="surrogateescape")
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=r"config.json is not that of such a drafter and would be lost"):
+        write_folder(tmp_path, LAYOUT)
+    with pytest.raises(ValueError, match="would be lost"):
+        save_weights(tmp_path / "model.safetensors", {}, '{"architectures": ["LlamaForCausalLMEagle3"]}')
+    assert contents(tmp_path) == before
+
+
+def test_a_drafter_replaces_another_one(folder: Path) -> None:
+    layout = FeatureLayout.build(8, 2)
+    assert load_drafter(write_folder(folder, layout)).module.layout == layout
+
+
+def test_a_folder_in_place_of_the_weights_leaves_the_configuration(folder: Path) -> None:
+    (folder / "drafter.safetensors").unlink()
+    (folder / "drafter.safetensors").mkdir()
+    before = contents(folder)
+    with pytest.raises(ValueError, match=r"drafter.safetensors is a folder"):
+        write_folder(folder, LAYOUT)
+    assert contents(folder) == before
+
+
+def test_without_space_the_drafter_before_stays(folder: Path) -> None:
+    before, (soft, hard) = contents(folder), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"drafter.safetensors cannot be written"):
+            write_folder(folder, FeatureLayout.build(8, 2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert contents(folder) == before and len(list(folder.iterdir())) == 2
 
 
 def edit(folder: Path, **changes) -> None:

@@ -9,7 +9,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from spd_lightning.modules.checkpoint import export_checkpoint, read_checkpoint
+from spd_lightning.modules.checkpoint import FORMAT, check_replaceable, export_checkpoint, read_checkpoint
+from spd_lightning.modules.hub import CONFIG_FILE, WEIGHTS_FILE
 
 
 def is_dry_run(trainer: Trainer) -> bool:
@@ -65,6 +66,12 @@ class DrafterCheckpoint(ModelCheckpoint):
         folder = self.drafter_folder(trainer)
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"export_to={str(folder)!r}: that is a file; name a folder for the drafter")
+        if stage == "fit" and not is_dry_run(trainer):
+            check_replaceable(folder / WEIGHTS_FILE, {"format": FORMAT})  # not only when the run has ended
+            if (folder / CONFIG_FILE).exists():
+                rank_zero_info(
+                    f"{folder} has a drafter, which this run replaces when it ends; --trainer.default_root_dir keeps both"
+                )
         super().setup(trainer, pl_module, stage)
 
     def drafter_folder(self, trainer: Trainer) -> Path:
@@ -128,8 +135,9 @@ class DrafterCheckpoint(ModelCheckpoint):
         Elsewhere the other ranks would not take part in saving, and this one would wait for them.
         """
         is_alone = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
-        if is_alone and trainer.global_step > 0 and not trainer.sanity_checking:
+        if is_alone and trainer.global_step > 0 and not trainer.sanity_checking and not is_dry_run(trainer):
             self.save_last_now(trainer)
+            rank_zero_info(f"stopped; go on with --ckpt_path {self.last_model_path}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if is_dry_run(trainer):

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 BATCHES_PER_WINDOW = 16
 
 
+ENDS = {"stop": "whole", "length": "with an answer longer than max_new_tokens"}
+"""How a dialogue's end is put to users; other reasons say it themselves."""
+
+
 @dataclass(frozen=True)
 class RegenerationReport:
     """What a run left behind.
@@ -52,9 +56,12 @@ class RegenerationReport:
     seconds: float
 
     def __str__(self) -> str:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.reasons.items()))
+        ends = ", ".join(f"{count} {ENDS.get(reason, reason)}" for reason, count in sorted(self.reasons.items()))
         speed = f"{self.num_tokens / self.seconds:.0f} tokens/s" if self.num_tokens else "nothing left to do"
-        return f"{self.num_rows} rows in {self.path} ({reasons}); {self.num_tokens} new answer tokens, {speed}"
+        return (
+            f"{self.num_rows} rows in {self.path}; of {sum(self.reasons.values())} dialogues: {ends}; "
+            f"{self.num_tokens} new answer tokens, {speed}"
+        )
 
 
 def regenerate(
@@ -109,7 +116,8 @@ def regenerate(
         raise ValueError(f"batch_size={batch_size}: must be at least 1")
     if max_length <= sampling.max_new_tokens:
         raise ValueError(
-            f"max_length={max_length} leaves no room for a prompt before max_new_tokens={sampling.max_new_tokens}"
+            f"max_length={max_length} leaves no room for a prompt before max_new_tokens={sampling.max_new_tokens}: lower "
+            "--sampling.max_new_tokens or raise --data.max_length"
         )
     if turns not in ("all", "last"):
         raise ValueError(f"turns={turns!r}: must be 'all' or 'last'")

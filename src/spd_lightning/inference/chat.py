@@ -55,7 +55,7 @@ def converse(
     note("/help lists the commands")
     conversation = Conversation(decoder, params, system, write, note)
     try:
-        while (line := read("> ").strip()) != "/exit":
+        while (line := read("> ").strip()) not in ("/exit", "/quit"):
             if line.startswith("/"):
                 conversation.obey(*line.split(maxsplit=1))
             elif line:

@@ -1,6 +1,8 @@
 """`spd-infer`: its commands. What each does is in a module of its own, imported when it is called."""
 
 import sys
+from argparse import ArgumentError
+from typing import Any
 
 from jsonargparse import ArgumentParser
 
@@ -57,10 +59,11 @@ COMMANDS = {
 
 def build_parser() -> ArgumentParser:
     """The parser of `spd-infer` and its commands."""
-    parser = ArgumentParser(prog="spd-infer", description="Decodes with a drafter folder.", allow_abbrev=False)
+    fixed: Any = dict(allow_abbrev=False, exit_on_error=False)
+    parser = ArgumentParser(prog="spd-infer", description="Decodes with a drafter folder.", **fixed)
     commands = parser.add_subcommands()
     for name, (description, add_arguments, _) in COMMANDS.items():
-        command = ArgumentParser(description=description, allow_abbrev=False)
+        command = ArgumentParser(description=description, **fixed)
         add_arguments(command)
         commands.add_subcommand(name, command, help=description)
     return parser
@@ -69,8 +72,15 @@ def build_parser() -> ArgumentParser:
 def main(args: list[str] | None = None) -> None:
     """Runs one `spd-infer` command; `args` as on the command line."""
     args = sys.argv[1:] if args is None else args
-    given = build_parser().parse_args(args)
     with one_line_errors("spd-infer"):
+        try:
+            if not args:
+                build_parser().print_help()
+                return
+            given = build_parser().parse_args(args)
+        except ArgumentError as error:
+            name = next((word for word in args if word in COMMANDS), "")
+            raise ValueError(f"{error} (see {f'spd-infer {name}'.strip()} --help)") from None
         COMMANDS[given.subcommand][2](given[given.subcommand], args)
 
 

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.hub import cached_file
 
-from spd_lightning.modules.target import GAIN_OFFSETS, TargetDtype, TargetShape, explained_loading, target_shape
+from spd_lightning.modules.target import (
+    GAIN_OFFSETS,
+    TargetDtype,
+    TargetShape,
+    expect_reference_code,
+    explained_loading,
+    target_shape,
+)
 from spd_lightning.modules.target_files import locate_target
 
 SINGLE_FILE = "model.safetensors"
@@ -77,6 +84,7 @@ def load_stage(
     Raises:
         ValueError: if the target has no such layers, is not supported, cannot be reached, or lacks a weight.
     """
+    expect_reference_code(device)
     config, shape, files, wanted_dtype = _open_target(name_or_path, dtype)
     if not 0 <= first_layer < last_layer <= shape.num_layers:
         raise ValueError(

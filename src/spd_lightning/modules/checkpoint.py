@@ -8,6 +8,7 @@ import os
 import pickle
 import platform
 import shlex
+import struct
 import sys
 import tempfile
 import zipfile
@@ -34,6 +35,13 @@ FORMAT, FORMAT_VERSION = "spd-lightning-drafter", 1
 STATE_PREFIX = "drafter."
 EAGLE3 = "eagle3"
 """The `method` of a record whose drafter is EAGLE-3's; all others are Pipeline Draft Modules."""
+KIND = ("format", "architectures")
+"""Keys by which the configurations of models and drafters are told apart."""
+UNREADABLE = (
+    ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError,
+    struct.error, zipfile.BadZipFile,
+)  # fmt: skip
+"""What reading raises when a file of `torch.save` is damaged or malformed; a pickle can go wrong in all these ways."""
 RECORDED_PACKAGES = ("spd-lightning", "torch", "transformers", "lightning", "datasets")
 
 
@@ -107,17 +115,37 @@ def save_weights(path: Path, state: Mapping[str, Tensor], config: str, metadata:
         state: tensors of any device.
         config: text of the configuration.
         metadata: of the weights' file.
+
+    Raises:
+        ValueError: if something else is in the folder and would be lost.
     """
     folder = path.parent
+    check_replaceable(path, json.loads(config))
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as scratch:
         weights, beside = Path(scratch) / path.name, Path(scratch) / CONFIG_FILE
-        save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, weights, metadata)
+        try:
+            save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, weights, metadata)
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written ({error})") from error
         beside.write_text(config, encoding="utf-8")
         weights.chmod(beside.stat().st_mode)  # safetensors lets nobody else read what it writes
         (folder / CONFIG_FILE).unlink(missing_ok=True)  # never an old configuration beside new weights
         os.replace(weights, path)
         os.replace(beside, folder / CONFIG_FILE)
+
+
+def check_replaceable(path: Path, record: Mapping[str, Any]) -> None:
+    """Raises `ValueError` if weights at `path` and a configuration would replace those of something else."""
+    beside = path.with_name(CONFIG_FILE)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, a file would be written there: remove it or name another folder")
+    try:
+        old = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else record
+    except ValueError:  # not JSON, or not even text
+        old = None
+    if not isinstance(old, dict) or any(old.get(key) != record.get(key) for key in KIND):
+        raise ValueError(f"{beside} is not that of such a drafter and would be lost: name another folder to write to")
 
 
 def load_drafter(folder: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Drafter:
@@ -223,14 +251,19 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         return consolidate(path)
     if not path.is_file():
         raise ValueError(f"{path}: there is no checkpoint here")
-    content = read_saved(path)
+    content = read_saved(path, is_mapped=True)
     if not isinstance(content, dict):
         raise ValueError(f"{path}: not a checkpoint of a training run (it holds a {type(content).__name__})")
     return content
 
 
-def read_saved(path: Path) -> Any:
+def read_saved(path: Path, is_mapped: bool = False) -> Any:
     """What `torch.save` wrote into a file, tensors on the CPU; only tensors and plain values are read.
+
+    Args:
+        path: of the file.
+        is_mapped: whether tensors are read when they are used, so that those left alone, such as an optimizer's, cost
+            nothing. For files of our own: the size of a tensor is not checked against what the file has of it then.
 
     Raises:
         ValueError: if it is damaged, no such file, or holds anything else, which could run code when it is read.
@@ -238,13 +271,17 @@ def read_saved(path: Path) -> Any:
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path}: not a readable checkpoint (no file of torch.save, or an incomplete one)")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with zipfile.ZipFile(path) as archive:
+            if any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist()):
+                raise zipfile.BadZipFile("compressed")  # mapped, it would be read as noise
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path}: not a readable checkpoint (it holds more than tensors and plain values, which could run code)"
+            f"{path}: not a readable checkpoint (it holds more than tensors and plain values: NumPy's, or objects that "
+            "could run code; or it was saved with pickle protocol 4 or 5)"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise ValueError(f"{path}: not a readable checkpoint ({type(error).__name__})") from error
+    except UNREADABLE as error:
+        raise ValueError(f"{path}: not a readable checkpoint (torch cannot read it: {error!r:.160})") from error
 
 
 def check_resumable(path: Path) -> None:

@@ -58,7 +58,7 @@ def model_card(
         _table(
             {
                 "name": f"`{target['name']}`",
-                "revision": target["revision"] or "a local folder",
+                "revision": target["revision"] or "none: no hub id",
                 "family": target["family"],
                 "layers, width, vocabulary": f"{target['num_layers']}, {target['hidden_size']}, {target['vocab_size']}",
                 "tokenizer (hash)": f"{record['tokenizer']['num_tokens']} tokens (`{record['tokenizer']['hash'][:16]}`)",
@@ -74,7 +74,7 @@ def model_card(
         "## Limits\n",
         *_limits(config, bool(measurements)),
         "## Licence\n",
-        f"{licence if licence else 'Not stated by who uploaded this.'} {_origin(provenance)}, so the licence of "
+        f"{f'{licence}.' if licence else 'Not stated by who uploaded this.'} {_origin(provenance)}, so the licence of "
         f"`{target['name']}` applies to them as well.\n",
         "## Versions\n",
         _table({"python": provenance["python"], **provenance["versions"]}),
@@ -125,11 +125,17 @@ def _metrics(provenance: Mapping[str, Any], measurements: Sequence[Measurement])
         lines += [
             "Last logged figures of training, on held-out rows where they begin with `val/`:\n",
             _table({f"`{name}`": f"{value:.4g}" for name, value in sorted(metrics.items())}),
-            f"```sh\n{provenance['command']}\n```\n",
+            f"```sh\n{_without_folder(provenance['command'])}\n```\n",
         ]
     for measurement in measurements:
         lines += [measurement.table.strip() + "\n", f"```sh\n{measurement.command}\n```\n"]
     return lines or ["None were measured.\n"]
+
+
+def _without_folder(command: str) -> str:
+    """A command line without the folder of its program, which is of one machine only."""
+    program, *args = command.split(" ")
+    return " ".join([program.rpartition("/")[2], *args])
 
 
 def _limits(config: DrafterConfig | Eagle3Config, was_measured: bool) -> list[str]:

@@ -4,6 +4,7 @@ Knows tensors and plain values; knows no tokenizer, and of the target only what 
 """
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from spd_lightning.modules.drafter import KEPT_PREFIX, PipelineDraftModule
 from spd_lightning.modules.drafter_config import DrafterConfig, RopeScaling
 from spd_lightning.modules.features import FeatureLayout
-from spd_lightning.modules.published_config import INFORMATIVE, PublishedConfig, read_config
+from spd_lightning.modules.published_config import PublishedConfig, holds_values, plain_config, provenance, read_config
 from spd_lightning.modules.target import GAIN_OFFSETS, TargetShape
 
 GATED_FAMILY = "qwen3_5"
@@ -34,19 +35,28 @@ LAYER_PARTS = {
     "post_attention_layernorm": "mlp_norm",
 }
 """Parts of a decoder layer by their Transformers name, and ours."""
-NUMBERED = re.compile(r"(aggr_projs|spec_layers)\.(\d+)\.")
+NUMBERED = re.compile(r"(aggr_projs|spec_layers)\.([0-9]{1,9})\.")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FAULT_LENGTH = 400
+"""Characters of a line about a fault; of a longer one the middle is left out."""
 
 
 class PublishedFileError(ValueError):
     """What a published file lacks or contradicts.
 
     Attributes:
-        faults: one line each.
+        faults: one line each, cut to `FAULT_LENGTH`.
     """
 
     def __init__(self, faults: list[str]) -> None:
-        super().__init__("; ".join(faults))
-        self.faults = tuple(faults)
+        self.faults = tuple(_cut(" ".join(fault.split())) for fault in faults)
+        super().__init__("; ".join(self.faults))
+
+
+def _cut(line: str) -> str:
+    """The line with its beginning, which names the value, and its end, which says what is wrong with it."""
+    half = FAULT_LENGTH // 2
+    return line if len(line) <= FAULT_LENGTH else f"{line[: half - 3]} ... {line[2 - half :]}"
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class ImportedDrafter:
     Attributes:
         state: the weights by the names of `PipelineDraftModule`; gains as they are applied.
         config: the drafter's.
-        provenance: what the file says of where it comes from.
+        provenance: what the file says of where it comes from, and under `ignored` what the format does not define.
     """
 
     state: dict[str, Tensor]
@@ -96,7 +106,9 @@ def import_drafter(
     ]
     if faults:
         raise PublishedFileError(faults)
-    given, tensors = content["config"], content["state_dict"]
+    given, tensors = plain_config(content["config"], faults), content["state_dict"]
+    if faults:
+        raise PublishedFileError(faults)
     published = read_config(given, shape, min(num_tokens, shape.vocab_size), faults)
     rotary = _rotary(model_config, faults)
     if not _is_of_width(tensors, published.hidden_size, other_than=shape.hidden_size):
@@ -128,11 +140,14 @@ def import_drafter(
     state["lm_head.weight"] = state["lm_head.weight"][: len(published.token_ids)]  # padding rows, without a list of ids
     with torch.device("meta"):
         PipelineDraftModule(config).load_state_dict(state, assign=True)
-    return ImportedDrafter(state, config, {name: given[name] for name in INFORMATIVE if name in given})
+    told = provenance(given)
+    if "ignored" in told:
+        warnings.warn(_cut(f"keys of config that are ignored: {', '.join(map(str, told['ignored']))}"), stacklevel=2)
+    return ImportedDrafter(state, config, told)
 
 
 def _our_state(tensors: Mapping[str, Tensor], config: DrafterConfig, gain_offset: float) -> dict[str, Tensor]:
-    """Weights by our names, in float32 at least; gains in float64 where float32 would round `1 + w`."""
+    """Copies by our names, in float32 at least; gains in float64 where float32 would round `1 + w`."""
     state: dict[str, Tensor] = {}
     for name, value in tensors.items():
         kind, _, rest = name.partition(".")
@@ -147,7 +162,7 @@ def _our_state(tensors: Mapping[str, Tensor], config: DrafterConfig, gain_offset
         if name.endswith("norm.weight") and gain_offset:
             state[ours] = value.double() + gain_offset
         else:
-            state[ours] = value.to(torch.promote_types(value.dtype, torch.float32))
+            state[ours] = value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
     return state
 
 
@@ -190,9 +205,9 @@ def tensor_faults(tensors: Mapping[Any, Any], config: PublishedConfig, shape: Ta
         expected["lm_head.weight"] = (config.num_rows, shape.hidden_size)
     for kind, size in sizes.items():
         found = {int(match[2]) for name in tensors if (match := NUMBERED.match(str(name))) and match[1] == kind}
-        if size is not None and found != set(range(size)):
+        if size is not None and (len(found) != size or max(found) >= size):
             yield f"state_dict has {kind} {sorted(found)}, but {said[kind].format(size)}"
-        for index in found if size is None else found & set(range(size)):
+        for index in found if size is None else [index for index in found if index < size]:
             parts = {"weight": (shape.hidden_size, (index + 1) * shape.hidden_size)}
             parts = per_layer if kind == "spec_layers" else parts
             expected |= {f"{kind}.{index}.{part}": part_shape for part, part_shape in parts.items()}
@@ -204,26 +219,28 @@ def tensor_faults(tensors: Mapping[Any, Any], config: PublishedConfig, shape: Ta
                 yield f"state_dict has {name!r}, which such a drafter does not"
         elif not isinstance(value, Tensor):
             yield f"{name} is a {type(value).__name__}, a tensor is needed"
+        elif value.dtype not in DTYPES:
+            yield f"{name} is of {value.dtype}, numbers of {', '.join(map(str, DTYPES))} are needed"
+        elif not holds_values(value):
+            yield f"{name} is a {value.layout} tensor on {value.device}, not all of whose values are in the file"
         elif expected[name] is not None and tuple(value.shape) != expected[name]:
             yield f"{name} is {list(value.shape)}, {list(expected[name] or ())} is needed"
-        elif not value.is_floating_point():
-            yield f"{name} is of {value.dtype}, floating-point numbers are needed"
-        elif not bool(value.isfinite().all()):
-            yield f"{name} has {int((~value.isfinite()).sum())} values that are not finite"
+        elif not bool((finite := value.float().isfinite()).all()):
+            yield f"{name} has {int((~finite).sum())} values that are not finite in float32"
     yield from (f"{name} is missing" for name in expected if name not in tensors)
 
 
 def _is_of_width(tensors: Mapping[Any, Any], width: int | None, other_than: int) -> bool:
     """Whether the drafter is one of another target, of the width that it states: then no shape would fit."""
-    head = tensors.get("lm_head.weight")
-    return width != other_than and isinstance(head, Tensor) and head.shape[1:] == (width,)
+    head: Any = tensors.get("lm_head.weight")
+    return width != other_than and holds_values(head) and head.shape[1:] == (width,)
 
 
 def _other_family(tensors: Mapping[Any, Any], shape: TargetShape, is_gated: bool) -> str | None:
     """A line if all layers are those of another family's drafter: with gates in place of without, or the reverse."""
     queries = [value for name, value in tensors.items() if str(name).endswith(".self_attn.q_proj.weight")]
     foreign = layer_shapes(shape, not is_gated)["self_attn.q_proj.weight"]
-    if not queries or any(not isinstance(value, Tensor) or tuple(value.shape) != foreign for value in queries):
+    if not queries or any(not holds_values(value) or tuple(value.shape) != foreign for value in queries):
         return None
     kinds = ("plain ones, of drafters for Qwen3 and Llama", "gated ones, of drafters for Qwen3.5")
     return (

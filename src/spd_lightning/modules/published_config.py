@@ -1,8 +1,12 @@
-"""The `config` of a published PDM checkpoint (design §10), checked against its target. Plain values; knows no tensors."""
+"""The `config` of a published PDM checkpoint (design §10), checked against its target. Makes lists of its tensors."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from spd_lightning.modules.partition import check_stage_layers, even_stage_layers
 from spd_lightning.modules.target import TargetShape
@@ -10,6 +14,12 @@ from spd_lightning.modules.target import TargetShape
 VERSIONS = (11, 12)
 INFORMATIVE = ("version", "base_model_path", "trained_with_use_deepest")
 """Keys that say where a drafter comes from and change nothing of what it computes."""
+DEFINED = (
+    *INFORMATIVE, "hidden_size", "vocab_size", "num_stages", "stage_layers", "num_spec_layers", "aggr_feature_bound",
+    "num_aggr_types", "draft_vocab_size", "draft_token_ids",
+)  # fmt: skip
+IMPLIED = {"schedule": "pre_step", "rows": "shared", "feature_norm": "none"}
+"""What every drafter of the format is, though no key of it says so."""
 
 
 @dataclass(frozen=True)
@@ -34,22 +44,47 @@ class PublishedConfig:
     token_ids: tuple[int, ...] | None
 
 
+def holds_values(value: Any) -> bool:
+    """Whether it is a tensor all of whose values were saved: none of meta or sparse ones, or one repeated at will."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and not (value.is_meta or value.is_nested)
+        and value.numel() <= value.untyped_storage().nbytes()
+    )
+
+
+def plain_config(given: Mapping[Any, Any], faults: list[str]) -> dict[Any, Any]:
+    """The configuration in values of JSON, lists in place of tensors; `faults` gets a line for each that is none."""
+    plain: dict[Any, Any] = {}
+    for name, value in given.items():
+        plain[name] = value.tolist() if holds_values(value) and value.ndim else value
+        try:
+            json.dumps({name: plain[name]}, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            faults.append(f"config.{name} is neither plain values nor a list or tensor of them ({error})")
+    return plain
+
+
 def read_config(given: Mapping[Any, Any], shape: TargetShape, num_tokens: int, faults: list[str]) -> PublishedConfig:
     """The configuration as far as it is right.
 
     Args:
-        given: `config` of the file.
+        given: `config` of the file, in plain values.
         shape: of the target.
         num_tokens: that the target's tokenizer and head both have.
         faults: gets a line for everything that is missing or contradicts itself or the target.
     """
     if "version" not in given:
         faults.append("config.version is missing")
-    elif given["version"] not in VERSIONS or type(given["version"]) is not int:
+    elif type(given["version"]) is not int or given["version"] not in VERSIONS:
         faults.append(f"config.version={given['version']!r}: this release reads {' and '.join(map(str, VERSIONS))}")
     if not isinstance(given.get("base_model_path"), str):
         shown = repr(given["base_model_path"]) if "base_model_path" in given else "missing"
         faults.append(f"config.base_model_path is {shown}; the name of the target is needed")
+    for name, implied in IMPLIED.items():
+        if given.get(name, implied) != implied:
+            faults.append(f"config.{name}={given[name]!r}, but drafters of this format are all {implied!r}")
     stated = {name: _integer(given, name, faults) for name in ("hidden_size", "vocab_size")}
     for name, size in stated.items():
         if size not in (None, own := getattr(shape, name)):
@@ -59,6 +94,13 @@ def read_config(given: Mapping[Any, Any], shape: TargetShape, num_tokens: int, f
     num_spec_layers, num_rows = _integer(given, "num_spec_layers", faults), _integer(given, "draft_vocab_size", faults)
     token_ids = None if num_rows is None else _token_ids(given, num_rows, shape.vocab_size, num_tokens, faults)
     return PublishedConfig(stated["hidden_size"], stage_layers, anchors, num_spec_layers, num_rows, token_ids)
+
+
+def provenance(given: Mapping[Any, Any]) -> dict[str, Any]:
+    """What a configuration says of where a drafter comes from; under `ignored` what the format does not define."""
+    told = {name: given[name] for name in INFORMATIVE if name in given}
+    ignored = {name: value for name, value in given.items() if name not in DEFINED and name not in IMPLIED}
+    return told | ({"ignored": ignored} if ignored else {})
 
 
 def _integer(given: Mapping[Any, Any], name: str, faults: list[str]) -> int | None:
@@ -72,22 +114,20 @@ def _integer(given: Mapping[Any, Any], name: str, faults: list[str]) -> int | No
 
 
 def _integers(value: Any) -> tuple[int, ...] | None:
-    """The integers of a list, a tuple or a one-dimensional tensor; none if it is something else."""
-    values = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(values, list | tuple) or not all(type(item) is int for item in values):
+    """The integers of a list or a tuple; none if it is something else."""
+    if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
         return None
-    return tuple(values)
+    return tuple(value)
 
 
 def _stage_layers(given: Mapping[Any, Any], num_layers: int, faults: list[str]) -> tuple[int, ...] | None:
     num_stages, stated = _integer(given, "num_stages", faults), given.get("stage_layers")
     if num_stages is None:
         return None
-    if isinstance(stated, str):
-        parts = [part.strip() for part in stated.split(";")]
-        split = tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else None
-    else:
-        split = None if stated is None else _integers(stated)
+    try:
+        split = tuple(map(int, stated.split(";"))) if isinstance(stated, str) else _integers(stated)
+    except ValueError:
+        split = None
     if stated is not None and not split:
         faults.append(f"config.stage_layers={stated!r}: must be a list of integers, or integers joined by ';'")
         return None
@@ -116,8 +156,8 @@ def _anchors(given: Mapping[Any, Any], num_layers: int, faults: list[str]) -> tu
         faults.append(f"{shown} must ascend without repeats")
     if max(anchors) > num_layers:
         faults.append(f"{shown}: the target has {num_layers} layers, so anchors end there")
-    if given.get("num_aggr_types", len(anchors)) != len(anchors):
-        faults.append(f"config.num_aggr_types={given['num_aggr_types']!r}, but {name} has {len(anchors)} anchors")
+    if "num_aggr_types" in given and _integer(given, "num_aggr_types", faults) not in (None, len(anchors)):
+        faults.append(f"config.num_aggr_types={given['num_aggr_types']}, but {name} has {len(anchors)} anchors")
     return anchors if len(faults) == before else None
 
 

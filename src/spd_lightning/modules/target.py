@@ -1,5 +1,6 @@
 """The frozen target: the only file that knows Hugging Face model internals. Knows no drafter and no ranks."""
 
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -63,6 +64,17 @@ class TargetStates:
 
     anchors: tuple[Float[Tensor, "batch seq dim"], ...]
     last: Float[Tensor, "batch seq dim"]
+
+
+def expect_reference_code(device: torch.device | str) -> None:
+    """On a CPU: Transformers no longer says of each recurrent operation that the kernels of GPUs are not installed."""
+    if torch.device(device).type == "cpu":
+        logging.getLogger("transformers.integrations.hub_kernels").addFilter(is_no_fallback)
+
+
+def is_no_fallback(record: logging.LogRecord) -> bool:
+    """Whether a message of Transformers is about something else."""
+    return "is falling back to its reference" not in record.getMessage()
 
 
 @contextmanager
@@ -164,6 +176,7 @@ class FrozenTarget:
             )
         if shape.tied:  # also when the file has a head of its own, which Transformers would then keep
             model.lm_head.weight = model.get_input_embeddings().weight
+        expect_reference_code(device)
         return cls(cast(Any, model).to(device), shape, name_or_path)
 
     @property

@@ -88,7 +88,9 @@ def check_packages() -> None:
     """Raises `ValueError` if a package of the extra is not installed."""
     missing = [name for module, name in PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
-        raise ValueError(f"serve needs {', '.join(missing)}, not installed: pip install 'spd-lightning[serve]'")
+        raise ValueError(
+            f"serve needs {', '.join(missing)}, not installed: pip install -c constraints.txt -e '.[serve]'"
+        )
 
 
 def is_local(host: str) -> bool:
