@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 from pathlib import Path
 
 import jaxtyping
@@ -148,6 +149,11 @@ def drop_weight(folder: Path) -> None:
     save_file(state, folder / "drafter.safetensors")
 
 
+def move_inside(folder: Path) -> None:
+    shutil.copytree(folder, folder / "drafter")
+    (folder / "config.json").unlink()
+
+
 def change_vocabulary(folder: Path) -> None:
     record = json.loads((folder / "config.json").read_text())
     record["draft_vocab"]["token_ids"][-1] += 1
@@ -157,7 +163,12 @@ def change_vocabulary(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "no drafter here"),
+        (
+            lambda folder: (folder / "config.json").unlink(),
+            r"no drafter here \(config.json is missing\); `spd-train fit`",
+        ),
+        (lambda folder: shutil.rmtree(folder), "no drafter here .there is no such folder"),
+        (move_inside, "did you mean its drafter/"),
         (lambda folder: (folder / "drafter.safetensors").unlink(), "drafter.safetensors is missing"),
         (lambda folder: (folder / "drafter.safetensors").write_bytes(b"cut"), "not a readable safetensors file"),
         (lambda folder: (folder / "config.json").write_text("{"), "not JSON"),

@@ -209,7 +209,13 @@ def read_record(folder: Path) -> dict[str, Any]:
     """The `config.json` of a drafter folder, format checked."""
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise ValueError(f"{folder}: no drafter here ({CONFIG_FILE} is missing); `spd-train fit` and `export` make one")
+        why = f"{CONFIG_FILE} is missing" if folder.exists() else "there is no such folder"
+        way = (
+            "did you mean its drafter/?"
+            if (folder / "drafter" / CONFIG_FILE).is_file()
+            else "`spd-train fit` makes one"
+        )
+        raise ValueError(f"{folder}: no drafter here ({why}); {way}")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
