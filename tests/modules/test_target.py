@@ -84,7 +84,7 @@ def test_slow_layers_are_told_of_on_a_gpu_only(monkeypatch) -> None:
         target.warn_of_slow_layers()
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with pytest.warns(
-        UserWarning, match=r"flash-linear-attention and causal-conv1d not installed.*spd-lightning\[gpu\]"
+        UserWarning, match=r"flash-linear-attention and causal-conv1d not installed.*pip install -e '\.\[gpu\]'"
     ):
         target.warn_of_slow_layers()
     with warnings.catch_warnings():

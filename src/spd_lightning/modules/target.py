@@ -217,7 +217,7 @@ class FrozenTarget:
         if missing and self.shape.family == "qwen3_5" and self.head_weight.is_cuda:
             warnings.warn(
                 f"{' and '.join(missing)} not installed: the target's Gated DeltaNet layers run by reference code, "
-                "several times slower; pip install 'spd-lightning[gpu]'",
+                "several times slower; pip install -e '.[gpu]'",
                 stacklevel=2,
             )
 

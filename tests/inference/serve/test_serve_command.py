@@ -201,7 +201,7 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(folders, capsys, monk
     find = importlib_find(missing="uvicorn")
     monkeypatch.setattr("spd_lightning.inference.serve.command.importlib.util.find_spec", find)
     line = the_line(["--drafter", folders[0]], capsys)
-    assert line == "spd-infer: error: serve needs uvicorn, not installed: pip install 'spd-lightning[serve]'"
+    assert line == "spd-infer: error: serve needs uvicorn, not installed: pip install -c constraints.txt -e '.[serve]'"
 
 
 def importlib_find(missing: str) -> Any:
