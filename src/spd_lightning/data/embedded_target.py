@@ -117,7 +117,8 @@ def _require_packages() -> None:
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(
-            f"the embedded target is read with {' and '.join(missing)}, not installed: pip install -c constraints.txt -e '.[demo]'"
+            f"the embedded target is read with {' and '.join(missing)}, not installed: "
+            "pip install -c constraints.txt -e '.[demo]'"
         )
 
 

@@ -3,10 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-from spd_lightning.modules.checkpoint import read_drafter_config
 from spd_lightning.modules.eagle.eagle_config import Eagle3Config
 from spd_lightning.modules.features import AnchorRule, FeatureLayout, RowMode, Schedule
-from spd_lightning.modules.model_size import DrafterSize, TargetSize, resolve_stage_layers
+from spd_lightning.modules.model_size import TARGET_SIZES, DrafterSize, TargetSize, resolve_stage_layers
 
 
 @dataclass(frozen=True)
@@ -145,8 +144,10 @@ def with_source(options: Options) -> Options:
     """The options, with the sizes of the drafter that training begins with where they say nothing."""
     if options.init_from is None:
         return options
+    from spd_lightning.modules.checkpoint import read_drafter_config
+
     _, source = read_drafter_config(options.init_from)
-    names = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "gated_attention")
+    names = (*TARGET_SIZES, "gated_attention")
     return replace(options, **{name: getattr(source, name) for name in names if getattr(options, name, 0) is None})
 
 

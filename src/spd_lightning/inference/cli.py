@@ -73,10 +73,10 @@ def main(args: list[str] | None = None) -> None:
     """Runs one `spd-infer` command; `args` as on the command line."""
     args = sys.argv[1:] if args is None else args
     with one_line_errors("spd-infer"):
+        if not args:
+            build_parser().print_help()
+            return
         try:
-            if not args:
-                build_parser().print_help()
-                return
             given = build_parser().parse_args(args)
         except ArgumentError as error:
             name = next((word for word in args if word in COMMANDS), "")

@@ -171,7 +171,8 @@ class PipelineDecoder:
     ) -> Run:
         """An answer to iterate over, with its statistics at hand; errors as `generate`. Cancels the one before.
 
-        Decodes with trees, if this was loaded with their shape. `scores` takes the log-probability of each committed token, where the last stage is in this process.
+        Decodes with trees, if this was loaded with their shape. `scores` takes the log-probability of each committed
+        token.
         """
         if self.shape is None:
             return self.start_chain(prompt, params, scores)

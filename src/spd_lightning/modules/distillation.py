@@ -30,14 +30,12 @@ from spd_lightning.modules.init_from import (
 )
 from spd_lightning.modules.learning_rate import use_own_rates, warmup_then_decay
 from spd_lightning.modules.losses import TargetHead
+from spd_lightning.modules.model_size import TARGET_SIZES
 from spd_lightning.modules.resume import rewind_to_last_step
 from spd_lightning.modules.sharding import shard_drafter
 from spd_lightning.modules.target import FrozenTarget, TargetShape, TargetStates
 from spd_lightning.modules.throughput import TrainingFlops
 from spd_lightning.modules.tokenizer import tokenizer_record
-
-TARGET_SIZES = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")
-"""Sizes of the drafter that are the target's unless given."""
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
 

@@ -24,12 +24,6 @@ _HUB_URL = re.compile("hf:/+" + _REPOSITORY)
 """`hf://owner/name`; a `Path` of it has one slash."""
 
 
-def is_repository(name: str) -> bool:
-    """Whether a name is spelled as a hub id with its owner, `owner/name`."""
-    found = _HUB_ID.fullmatch(name)
-    return found is not None and found["revision"] is None
-
-
 def check_repository(name: str) -> None:
     """Raises `ValueError` for what the hub would not take as the id of a repository, `owner/name`."""
     from huggingface_hub.errors import HFValidationError
@@ -39,7 +33,7 @@ def check_repository(name: str) -> None:
         validate_repo_id(name)
     except HFValidationError as error:
         raise ValueError(f"repo={name!r}: {first_sentence(error)}") from error
-    if not is_repository(name):
+    if "/" not in name:
         raise ValueError(f"repo={name!r}: a hub id, owner/name, is needed")
 
 

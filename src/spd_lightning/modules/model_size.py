@@ -11,6 +11,8 @@ from spd_lightning.modules.target_files import read_model_config
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "bf16": 2, "fp16": 2, "fp32": 4}
 _FAMILIES = ("llama", "qwen3", "qwen3_5_text")
 LAYER_TYPES = ("full_attention", "linear_attention")
+TARGET_SIZES = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+"""Sizes of a drafter that are the target's unless given."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from spd_lightning.modules.batch import ReplicatedBatch
 from spd_lightning.modules.drafter_config import DrafterConfig
 from spd_lightning.modules.features import FeatureLayout, needed_rows
-from spd_lightning.modules.model_size import DrafterSize, TargetSize, read_target_size
+from spd_lightning.modules.model_size import TARGET_SIZES, DrafterSize, TargetSize, read_target_size
 
 
 @runtime_checkable
@@ -79,8 +79,7 @@ class StepFlops:
     def of_run(cls, target: str, config: DrafterConfig) -> "StepFlops":
         """Of the run that distils this drafter from the target of that name."""
         size = read_target_size(target)
-        sizes = ("num_spec_layers", "draft_vocab_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
-        names = (*sizes, "gated_attention")
+        names = (*TARGET_SIZES, "num_spec_layers", "draft_vocab_size", "gated_attention")
         drafter = DrafterSize.of(size, config.layout, **{name: getattr(config, name) for name in names})
         return cls(size, drafter, config.layout)
 

@@ -13,7 +13,7 @@ from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.schedule import CyclePlan, PipelineSchedule, Rollback, Verdict
 from spd_lightning.inference.stage import Stage, StageOutput
 from spd_lightning.inference.timing import VERIFY, stage_span
-from spd_lightning.inference.token_scores import TokenScore, TokenScores
+from spd_lightning.inference.token_scores import TokenScore, TokenScores, scored
 from spd_lightning.inference.verify import DraftProposal, Verifier
 
 
@@ -53,7 +53,7 @@ class StageRank(Rank):
 
     def begin(self, request: Request) -> None:
         self._begin(request)
-        self.verifier = self.make_request_verifier(request.params)
+        self.verifier = scored(self.make_request_verifier(request.params), self.noted)
         self.laws = law_slots(request, self.num_stages, self.draft_vocab_size, self.device)
 
     def _begin(self, request: Request) -> None:
@@ -107,7 +107,6 @@ class StageRank(Rank):
                 proposal = self.laws.read(Stamp(self.request, plan.epoch, plan.judged))
             with self.transport.timer.span(VERIFY):
                 verdict = self.verifier.judge(logits, proposal, plan.judged)
-                self._note(logits, plan.judged, verdict.token)
         if law is not None:
             law.wait()
         return verdict
@@ -129,13 +128,7 @@ class StageRank(Rank):
         newest = position + len(tokens) - 1
         if logits is None:
             return self._end_block(newest)
-        token = self.verifier.draw(logits, newest + 1)
-        self._note(logits, newest + 1, token)
-        return self._end_block(newest, token)
-
-    def _note(self, logits: Tensor, position: int, token: int) -> None:
-        if self.noted is not None:
-            self.noted.note(logits, position, token)
+        return self._end_block(newest, self.verifier.draw(logits, newest + 1))
 
     def _score(self, position: int | None) -> TokenScore | None:
         return None if self.noted is None or position is None else self.noted.by_position.pop(position, None)

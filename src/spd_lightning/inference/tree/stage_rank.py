@@ -17,7 +17,7 @@ from spd_lightning.inference.timing import VERIFY, stage_span
 from spd_lightning.inference.tree.pipeline import LevelStates
 from spd_lightning.inference.tree.schedule import Level, Pruning, TreePlan, TreeSchedule
 from spd_lightning.inference.tree.stage import TreeStage
-from spd_lightning.inference.tree.verify import TreeVerifier
+from spd_lightning.inference.tree.verify import TreeVerifier, scored_candidates
 
 
 class TreeStageRank(StageRank):
@@ -57,7 +57,8 @@ class TreeStageRank(StageRank):
 
     def begin(self, request: Request) -> None:
         self._begin(request)
-        self.verifier = self.make_request_verifier(request.params)  # pyright: ignore[reportAttributeAccessIssue]
+        verifier: Any = self.make_request_verifier(request.params)
+        self.verifier = scored_candidates(verifier, self.noted)
         self.law_of.clear()
         self.level_laws = level_laws(request.params, self.draft_vocab_size, self.device)
 
@@ -104,7 +105,6 @@ class TreeStageRank(StageRank):
             law = self.law_of.get(plan.root.id)
             with self.transport.timer.span(VERIFY):
                 verdict = self.verifier.judge_candidates(logits, plan.candidates, law, plan.judged)
-                self._note(logits, plan.judged, verdict.token)
         posted.wait()
         if self.level_laws is not None:
             stamp = Stamp(self.request, plan.epoch, plan.drafted)

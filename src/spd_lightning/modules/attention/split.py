@@ -123,17 +123,15 @@ class Tiling:
         device = visible_row.device
         positions = torch.arange(self.length, device=device).unflatten(0, (self.blocks, self.block))
         keys = torch.arange(-self.band, self.length, device=device)
-        of_blocks = keys.unfold(0, self.block + self.band, self.block)
-        seen = []
-        for queries, own_keys in zip(positions, of_blocks, strict=True):
-            is_far = queries[:, None] - keys > self.band
-            own = visible_block(visible_row, queries, own_keys, self.query_rows, torch.arange(self.rows, device=device))
-            own &= (queries[:, None] - own_keys <= self.band)[:, None]
-            own = own.transpose(3, 4).flatten(3)
-            seen.append(torch.cat([is_far.expand(*own.shape[:3], -1), own], dim=-1))
-        others = torch.stack(seen, dim=1)  # batch blocks query_rows block keys
+        own_keys = keys.unfold(0, self.block + self.band, self.block)  # of each block; all are as far from its queries
+        is_far = positions[:, :, None] - keys > self.band
+        rows = torch.arange(self.rows, device=device)
+        own = visible_block(visible_row, positions[0], own_keys[0], self.query_rows, rows)
+        own &= (positions[0][:, None] - own_keys[0] <= self.band)[:, None]
+        own = own.transpose(3, 4).flatten(3)[:, None].expand(-1, self.blocks, -1, -1, -1)
+        others = torch.cat([is_far[:, None].expand(*own.shape[:4], -1), own], dim=-1)
         is_position = (
-            torch.cat([keys.expand(self.blocks, -1), of_blocks.repeat_interleave(self.rows, dim=1)], dim=1) >= 0
+            torch.cat([keys.expand(self.blocks, -1), own_keys.repeat_interleave(self.rows, dim=1)], dim=1) >= 0
         )
         first = others & is_position[:, None, None]
         return [
