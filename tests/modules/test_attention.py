@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from spd_lightning.modules.attention import chunked, flex, split
 from spd_lightning.modules.attention.backends import BACKENDS, fast_attention
@@ -176,7 +177,7 @@ def test_flex_blocks_are_those_of_the_dense_mask(name: str, block: int, only_fir
 
 def test_flex_compiles_once_for_all_lengths(monkeypatch) -> None:
     monkeypatch.setattr(flex, "BLOCK", 16)
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(flex.flex.flex_attention, backend=counter, dynamic=True)
     layout = LAYOUTS["exact_uneven"]
     for seq in (21, 40, 61, 90, 120):
