@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import signal
 from types import SimpleNamespace
@@ -356,6 +357,9 @@ def test_overfitting_batches_is_refused_with_the_way_out(tmp_path, make_data):
         ({"num_workers": -1}, "data.num_workers=-1"),
         ({"max_length": 1}, "max_length=1"),
         ({"bucket_window": 0}, "bucket_window=0"),
+        ({"fill_acceptance": 1.5}, "data.fill_acceptance=1.5: a share from 0 to 1"),
+        ({"fill_acceptance": math.nan}, "data.fill_acceptance=nan"),
+        ({"fill_acceptance": 0.5, "simulate_fill": False}, "of use with simulate_fill: true only"),
     ],
 )
 def test_impossible_options_are_refused_at_once(make_data, changed, message):

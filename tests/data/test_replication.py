@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spd_lightning.data.replication import Replicator, draw_fill
+from spd_lightning.data.replication import Replicator, draw_fill, judged_shares
 from spd_lightning.modules.features import FeatureLayout, visible_depth
 
 
@@ -26,14 +26,40 @@ def test_half_of_the_rows_have_a_full_pipeline_and_the_rest_are_even(num_stages)
     assert shares[1:num_stages] == pytest.approx(0.5 / (num_stages - 1), abs=0.01)
 
 
-def test_one_stage_always_has_fill_one():
-    assert draw_fill(0, 0, range(5), num_stages=1).tolist() == [1] * 5
+@pytest.mark.parametrize(("acceptance", "num_stages"), [(0.5, 3), (0.45, 6), (0.8, 8), (0.8, 2)])
+def test_fills_come_as_often_as_decoding_judges_drafts_made_at_them(acceptance, num_stages):
+    """Against verdicts drawn one after another: the fill rises by one after each accepted draft, and a miss flushes."""
+    verdicts = np.random.default_rng(0).random(200_000) < acceptance
+    judged, fill = [], 1
+    for accepted in verdicts:
+        judged.append(fill)
+        fill = min(fill + 1, num_stages) if accepted else 1
+    expected = np.bincount(judged, minlength=num_stages + 1) / len(judged)
+    fills = draw_fill(seed=1, epoch=0, rows=range(40000), num_stages=num_stages, acceptance=acceptance)
+    assert np.bincount(fills, minlength=num_stages + 1) / len(fills) == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize(("acceptance", "fill"), [(0.0, 1), (1.0, 8)])
+def test_certain_verdicts_give_one_fill(acceptance, fill):
+    assert set(draw_fill(0, 0, range(100), 8, acceptance).tolist()) == {fill}
+
+
+@pytest.mark.parametrize(("p", "stages", "share"), [(0.8, 4, 0.51), (0.8, 8, 0.21), (0.8, 16, 0.04)])
+def test_share_of_the_full_pipeline_at_the_acceptance_of_the_design(p, stages, share):
+    assert judged_shares(p, stages)[-1] == pytest.approx(share, abs=0.005)
+    assert judged_shares(p, stages).sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("acceptance", [None, 0.6])
+def test_one_stage_always_has_fill_one(acceptance):
+    assert draw_fill(0, 0, range(5), num_stages=1, acceptance=acceptance).tolist() == [1] * 5
 
 
 @given(st.integers(0, 2**63), st.integers(0, 50), st.lists(st.integers(0, 10**7), min_size=1, max_size=9))
 def test_fill_does_not_depend_on_the_batch(seed, epoch, rows):
-    alone = [int(draw_fill(seed, epoch, [row], 8)[0]) for row in rows]
-    assert draw_fill(seed, epoch, rows, 8).tolist() == alone
+    for acceptance in (None, 0.7):
+        alone = [int(draw_fill(seed, epoch, [row], 8, acceptance)[0]) for row in rows]
+        assert draw_fill(seed, epoch, rows, 8, acceptance).tolist() == alone
 
 
 def test_fill_changes_with_the_epoch():

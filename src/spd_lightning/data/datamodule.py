@@ -66,6 +66,8 @@ class DialogueDataModule(LightningDataModule):
             training rows are counted.
         draft_vocab_size: ids of a counted draft vocabulary.
         simulate_fill: if false, every sequence is trained with a full pipeline.
+        fill_acceptance: expected acceptance of drafts, 0 to 1: fill levels are drawn as often as decoding judges drafts
+            made at them. Without it half the sequences have a full pipeline, the others any lower fill.
         max_drop_fraction: greatest share of a source's rows that may be dropped before the run stops, 0 to 1.
         bucket_window: global batches of `batch_size` that are sorted by length together; more means less padding, less
             mixing.
@@ -100,6 +102,7 @@ class DialogueDataModule(LightningDataModule):
         draft_vocab: str | None = None,
         draft_vocab_size: int = 32000,
         simulate_fill: bool = True,
+        fill_acceptance: float | None = None,
         max_drop_fraction: float = 0.5,
         bucket_window: int = 50,
         cache_dir: str | None = None,
@@ -120,6 +123,7 @@ class DialogueDataModule(LightningDataModule):
         self.draft_vocab_path = draft_vocab
         self.draft_vocab_size = draft_vocab_size
         self.simulate_fill = simulate_fill
+        self.fill_acceptance = fill_acceptance
         self.max_drop_fraction = max_drop_fraction
         self.bucket_window = bucket_window
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
@@ -128,6 +132,10 @@ class DialogueDataModule(LightningDataModule):
         for name, value in (("val_batch_size", val_batch_size), ("bucket_window", bucket_window)):
             if value is not None and value < 1:
                 raise ValueError(f"data.{name}={value}: must be at least 1")
+        if fill_acceptance is not None and not (simulate_fill and 0 <= fill_acceptance <= 1):
+            raise ValueError(
+                f"data.fill_acceptance={fill_acceptance}: a share from 0 to 1, and of use with simulate_fill: true only"
+            )
         if num_workers < 0:
             raise ValueError(f"data.num_workers={num_workers}: cannot be negative")
         if not val_sources and val_rows < 1:
@@ -244,6 +252,7 @@ class DialogueDataModule(LightningDataModule):
             seed=self.seed,
             pad_token_id=self.eos_token_ids[0] if pad_token_id is None else pad_token_id,
             simulate_fill=self.simulate_fill,
+            fill_acceptance=self.fill_acceptance,
         )
         order = {"data": rows.data_hash, "seed": self.seed, **sampler.order}
         position = self._position if shuffle else partial(tuple, (0, 0))

@@ -14,14 +14,32 @@ from spd_lightning.modules.batch import ReplicatedBatch
 from spd_lightning.modules.features import FeatureLayout
 
 
-def draw_fill(seed: int, epoch: int, rows: Sequence[int], num_stages: int) -> np.ndarray:
+def judged_shares(acceptance: float, num_stages: int) -> np.ndarray:
+    """Shares of the judged drafts that decoding makes at fill `1 .. n`, if each is accepted with that probability.
+
+    After a flush the drafts made at fill 1, 2, ... are judged one after another until one is rejected (design §4,
+    "Metrics"), so fill `a < n` has the share `(1-p) p^(a-1)`, and the full pipeline what is left, `p^(n-1)`.
+    """
+    shares = (1 - acceptance) * acceptance ** np.arange(num_stages)
+    shares[-1] = acceptance ** (num_stages - 1)
+    return shares
+
+
+def draw_fill(
+    seed: int, epoch: int, rows: Sequence[int], num_stages: int, acceptance: float | None = None
+) -> np.ndarray:
     """Fill level of each row: `n` with probability 1/2, else uniform on `1..n-1`; always 1 when `n = 1`.
+
+    Given an `acceptance`, fill levels come as often as decoding judges drafts made at them (`judged_shares`).
 
     A pure function of (seed, epoch, row index), whatever batch or rank the row is in.
     """
     if num_stages == 1:
         return np.ones(len(rows), dtype=np.int64)
     bits = random_bits(seed, "fill", epoch, np.asarray(rows, dtype=np.uint64))
+    if acceptance is not None:
+        uniform = (bits >> np.uint64(11)) * 2.0**-53
+        return 1 + np.searchsorted(judged_shares(acceptance, num_stages).cumsum()[:-1], uniform, side="right")
     is_full = bits >> np.uint64(63) == 1
     partial = 1 + (bits & np.uint64(0xFFFFFFFF)) % np.uint64(num_stages - 1)
     return np.where(is_full, num_stages, partial.astype(np.int64))
@@ -35,20 +53,29 @@ class Replicator:
         seed: of the fill draws.
         pad_token_id: fills the sequences up on the right; masked everywhere, so any valid id will do.
         simulate_fill: if false, the pipeline is always full.
+        fill_acceptance: see `draw_fill`.
     """
 
-    def __init__(self, layout: FeatureLayout, seed: int = 0, pad_token_id: int = 0, simulate_fill: bool = True) -> None:
+    def __init__(
+        self,
+        layout: FeatureLayout,
+        seed: int = 0,
+        pad_token_id: int = 0,
+        simulate_fill: bool = True,
+        fill_acceptance: float | None = None,
+    ) -> None:
         self.num_stages = layout.num_stages
         self.row_depths = torch.tensor(layout.row_depths, dtype=torch.long)
         self.visibility = torch.tensor(layout.visibility_table(), dtype=torch.long)
         self.seed = seed
         self.pad_token_id = pad_token_id
         self.simulate_fill = simulate_fill
+        self.fill_acceptance = fill_acceptance
 
     def fill(self, epoch: int, rows: Sequence[int]) -> Tensor:
         """The fill level that each row simulates in this epoch."""
         if self.simulate_fill:
-            return torch.from_numpy(draw_fill(self.seed, epoch, rows, self.num_stages))
+            return torch.from_numpy(draw_fill(self.seed, epoch, rows, self.num_stages, self.fill_acceptance))
         return torch.full((len(rows),), self.num_stages, dtype=torch.long)
 
     def collate(
