@@ -18,6 +18,7 @@ from spd_lightning.inference.runtime.cluster import DistributedRuntime
 from spd_lightning.inference.runtime.distributed import Operation, Posted, Transport, join
 from spd_lightning.inference.runtime.draft_rank import DraftRank
 from spd_lightning.inference.runtime.environment import RankEnvironment
+from spd_lightning.inference.runtime.interface import Method
 from spd_lightning.inference.runtime.liveness import RankFailure
 from spd_lightning.inference.runtime.stage_rank import StageRank
 from spd_lightning.inference.runtime.wire import CycleRecord
@@ -188,7 +189,9 @@ def stop_for(params: Any = GREEDY, eos: Sequence[int] = ()) -> StopCondition:
     return StopCondition(eos, params.max_new_tokens, params.stop, TOKENIZER)
 
 
-def pipelined(runtime: DistributedRuntime, prompt: Sequence[int], params: Any) -> tuple[list[int], DecodeStats]:
+def decoded(
+    runtime: DistributedRuntime, prompt: Sequence[int], params: Any, method: Method = "pipelined"
+) -> tuple[list[int], DecodeStats]:
     """On the lead: a whole decode."""
     stats = DecodeStats(runtime.num_stages)
-    return list(runtime.pipelined(prompt, params, stop_for(params), stats)), stats
+    return list(runtime.decode(method, prompt, params, stop_for(params), stats)), stats

@@ -27,7 +27,7 @@ from spd_lightning.modules.checkpoint import load_drafter
 from spd_lightning.modules.features import FeatureLayout
 from spd_lightning.modules.tiny_target import NUM_TOKENS
 from tests.inference.conftest import ScriptedProposer, cut, make_pipeline, run
-from tests.inference.ranks import CPU, Ledger, make_runtime, pipelined, run_ranks, stop_for
+from tests.inference.ranks import CPU, Ledger, decoded, make_runtime, run_ranks, stop_for
 from tests.modules.conftest import make_target
 
 DEMO = Path(__file__).resolve().parents[2] / "runs" / "demo"
@@ -75,8 +75,8 @@ def test_ranks_decode_what_one_process_decodes(
     def lead(runtime):
         answers = []
         for params, prompt in REQUESTS:
-            tokens, stats = pipelined(runtime, prompt, params)
-            plain = list(runtime.plain(prompt, params, stop_for(params)))
+            tokens, stats = decoded(runtime, prompt, params)
+            plain = decoded(runtime, prompt, params, "plain")[0]
             answers.append((tokens, stats, plain))
         return answers
 
@@ -159,13 +159,13 @@ def test_a_real_target_is_decoded_over_ranks_as_in_one_process(tmp_path: Path) -
             role = StageRank(transport, stage, num_stages, lambda _: verifier, drafter.config.draft_vocab_size, 49152)
         runtime = DistributedRuntime(role, transport, store)
         runtime.meet("loaded")
-        return lead_or_follow(runtime, lambda runtime: pipelined(runtime, PROMPTS[2], params))
+        return lead_or_follow(runtime, lambda runtime: decoded(runtime, PROMPTS[2], params))
 
     outcomes = run_ranks(drafter.layout.num_stages + 1, body, tmp_path)
     assert {outcome.error for outcome in outcomes} == {None}
     local = LocalRuntime.load(drafter, target, 49152, 64, "float32")
     stats = DecodeStats(drafter.layout.num_stages)
-    expected = list(local.pipelined(PROMPTS[2], params, stop_for(params), stats))
+    expected = list(local.decode("pipelined", PROMPTS[2], params, stop_for(params), stats))
     assert outcomes[0].value == (expected, stats)
     assert expected == list(local.plain(PROMPTS[2], params, stop_for(params)))
 
@@ -180,15 +180,11 @@ def test_the_lead_may_end_a_request_early(tmp_path: Path) -> None:
         for count in (0, 1, 2, 7):
             for method in ("pipelined", "plain"):
                 stats = DecodeStats(2)
-                decode = (
-                    runtime.pipelined(PROMPTS[2], params, stop_for(params), stats)
-                    if method == "pipelined"
-                    else runtime.plain(PROMPTS[2], params, stop_for(params))
-                )
+                decode = runtime.decode(method, PROMPTS[2], params, stop_for(params), stats)
                 for _ in range(count):
                     next(decode)
                 decode.close()
-                answers.append(pipelined(runtime, PROMPTS[1], params)[0])
+                answers.append(decoded(runtime, PROMPTS[1], params)[0])
         return answers
 
     outcomes = run_ranks(3, lambda rank, url: lead_or_follow(make_runtime(rank, url, target, layout), lead), tmp_path)
@@ -205,9 +201,9 @@ def test_ranks_may_make_one_decoder_after_the_other(tmp_path: Path) -> None:
         answers = []
         for _ in range(2):
             runtime = make_runtime(rank, url, target, layout)
-            answers.append(lead_or_follow(runtime, lambda runtime: pipelined(runtime, PROMPTS[2], SamplingParams(8))))
+            answers.append(lead_or_follow(runtime, lambda runtime: decoded(runtime, PROMPTS[2], SamplingParams(8))))
         with pytest.raises(RuntimeError, match="only the lead" if rank else "has been closed"):
-            next(runtime.pipelined(PROMPTS[2], SamplingParams(8), stop_for(), DecodeStats(2)))
+            next(runtime.decode("pipelined", PROMPTS[2], SamplingParams(8), stop_for(), DecodeStats(2)))
         return answers
 
     outcomes = run_ranks(3, body, tmp_path)
@@ -236,7 +232,7 @@ def test_thousands_of_cycles_with_rejections_and_slow_ranks(tmp_path: Path) -> N
         def lead(runtime):
             cycles, rejected, judged = 0, 0, 0
             while cycles < 3000:
-                tokens, stats = pipelined(runtime, PROMPTS[2], params)
+                tokens, stats = decoded(runtime, PROMPTS[2], params)
                 assert tokens == answer[len(PROMPTS[2]) :]
                 cycles += stats.num_cycles
                 judged, rejected = judged + stats.num_judged, rejected + stats.num_judged - stats.num_accepted
@@ -257,13 +253,13 @@ def test_both_ends_of_every_transfer_agree_and_all_ranks_exchange_in_one_order(t
 
     def lead(runtime):
         for params in requests:
-            pipelined(runtime, PROMPTS[2], params)
-            list(runtime.plain(PROMPTS[0], params, stop_for(params)))
-        decode = runtime.pipelined(PROMPTS[2], requests[0], stop_for(requests[0]), DecodeStats(3))
+            decoded(runtime, PROMPTS[2], params)
+            decoded(runtime, PROMPTS[0], params, "plain")
+        decode = runtime.decode("pipelined", PROMPTS[2], requests[0], stop_for(requests[0]), DecodeStats(3))
         for _ in range(9):
             next(decode)
         decode.close()
-        pipelined(runtime, PROMPTS[1], requests[0])
+        decoded(runtime, PROMPTS[1], requests[0])
 
     def body(rank, url):
         runtime = make_runtime(rank, url, target, layout, wrap=Ledger)
@@ -341,7 +337,7 @@ def test_drafting_and_stages_take_the_longer_of_their_times(tmp_path: Path) -> N
 
         def lead(runtime):
             tokens, seconds, stats = [], [], DecodeStats(2)
-            for token in runtime.pipelined(PROMPTS[2], params, stop_for(params), stats):
+            for token in runtime.decode("pipelined", PROMPTS[2], params, stop_for(params), stats):
                 tokens.append(token)
                 seconds.append(time.perf_counter())
             return tokens, (seconds[-1] - seconds[1]) / (len(tokens) - 2)
@@ -368,7 +364,7 @@ def test_a_lost_rank_ends_all_others_and_is_named(fate: str, victim: int, tmp_pa
                 os.kill(os.getpid(), signal.SIGKILL)
             if rank == 0:
                 time.sleep(2 * timeout)
-                return pipelined(runtime, PROMPTS[2], params)
+                return decoded(runtime, PROMPTS[2], params)
             return runtime.follow(stop_for)
         if rank == victim:
             cycle = runtime.rank.cycle
@@ -383,7 +379,7 @@ def test_a_lost_rank_ends_all_others_and_is_named(fate: str, victim: int, tmp_pa
                 return cycle(schedule)
 
             runtime.rank.cycle = breaking
-        return lead_or_follow(runtime, lambda runtime: pipelined(runtime, PROMPTS[2], params))
+        return lead_or_follow(runtime, lambda runtime: decoded(runtime, PROMPTS[2], params))
 
     outcomes = run_ranks(3, body, tmp_path, limit=5 * timeout, doomed=victim)
     for rank, outcome in enumerate(outcomes):

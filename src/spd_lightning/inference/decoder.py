@@ -1,6 +1,6 @@
 """`PipelineDecoder`: a drafter folder and its target as one object that decodes. Knows files and text; no ranks."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from spd_lightning.inference.answer import DecodeResult, Run
 from spd_lightning.inference.compatibility import RuntimeName, check_method, check_schedule, check_target
 from spd_lightning.inference.eagle.runtime import EagleRuntime
 from spd_lightning.inference.runtime.cluster import DistributedRuntime
+from spd_lightning.inference.runtime.interface import Method, Runtime
 from spd_lightning.inference.runtime.local import LocalRuntime
 from spd_lightning.inference.runtime.virtual import Link, VirtualRuntime
 from spd_lightning.inference.sampling import SamplingParams
@@ -56,7 +57,7 @@ class PipelineDecoder:
 
     def __init__(
         self,
-        runtime: LocalRuntime | DistributedRuntime | EagleRuntime,
+        runtime: Runtime,
         drafter: Drafter,
         target_name: str,
         tokenizer: Any,
@@ -71,7 +72,7 @@ class PipelineDecoder:
         self.max_length = max_length
         config = drafter.module.config
         self.num_stages = 1 if isinstance(config, Eagle3Config) else config.num_stages
-        self.shape = None if isinstance(runtime, EagleRuntime) else runtime.shape
+        self.shape = runtime.shape
         self._current: Run | None = None
 
     @classmethod
@@ -174,10 +175,7 @@ class PipelineDecoder:
         Decodes with trees, if this was loaded with their shape. `scores` takes the log-probability of each committed
         token.
         """
-        if self.shape is None:
-            return self.start_chain(prompt, params, scores)
-        assert not isinstance(self.runtime, EagleRuntime)
-        return self._start(self.runtime.tree, prompt, params, scores)
+        return self._start("pipelined" if self.shape is None else "tree", prompt, params, scores)
 
     def start_chain(
         self,
@@ -186,18 +184,7 @@ class PipelineDecoder:
         scores: TokenScores | None = None,
     ) -> Run:
         """The same answer without trees, whatever this was loaded for."""
-        return self._start(self.runtime.pipelined, prompt, params, scores)
-
-    def _start(
-        self,
-        decode: Callable[..., Generator[int]],
-        prompt: Sequence[int] | Messages,
-        params: SamplingParams,
-        scores: TokenScores | None,
-    ) -> Run:
-        ids, params = self.checked(prompt, params)
-        stop, stats = self.stop_condition(params), DecodeStats(self.num_stages)
-        return self._begin(Run(ids, decode(ids, params, stop, stats, scores), stop, stats, self.runtime.clock))
+        return self._start("pipelined", prompt, params, scores)
 
     def start_autoregressive(
         self,
@@ -206,9 +193,7 @@ class PipelineDecoder:
         scores: TokenScores | None = None,
     ) -> Run:
         """The same answer by plain decoding with the same stages: the baseline."""
-        ids, params = self.checked(prompt, params)
-        stop = self.stop_condition(params)
-        return self._begin(Run(ids, self.runtime.plain(ids, params, stop, scores), stop, None))
+        return self._start("plain", prompt, params, scores)
 
     def follow(self) -> None:
         """On ranks other than the lead: does their part of every answer, until the lead closes.
@@ -220,8 +205,7 @@ class PipelineDecoder:
 
     def check(self) -> None:
         """On the lead, while nothing is decoded: raises `RankFailure` if another rank is lost."""
-        if isinstance(self.runtime, DistributedRuntime):
-            self.runtime.check()
+        self.runtime.check()
 
     def close(self) -> None:
         """On the lead: cancels what is being decoded and lets the other ranks end."""
@@ -236,11 +220,19 @@ class PipelineDecoder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin(self, run: Run) -> Run:
+    def _start(
+        self, method: Method, prompt: Sequence[int] | Messages, params: SamplingParams, scores: TokenScores | None
+    ) -> Run:
+        ids, params = self.checked(prompt, params)
         if self._current is not None:
             self._current.close()
-        self._current = run
-        return run
+        stop, stats = self.stop_condition(params), DecodeStats(self.num_stages)
+        tokens = self.runtime.decode(method, ids, params, stop, stats, scores)
+        if method == "plain":
+            self._current = Run(ids, tokens, stop, None)
+        else:
+            self._current = Run(ids, tokens, stop, stats, self.runtime.clock)
+        return self._current
 
     def stop_condition(self, params: SamplingParams) -> StopCondition:
         """When an answer ends."""

@@ -117,13 +117,14 @@ def add_profile_arguments(parser: ArgumentParser) -> None:
 
 def run_profile(given: Namespace, args: Sequence[str]) -> None:
     """Decodes one prompt twice, the first time to warm up, and shows the cycles of the second."""
-    from spd_lightning.inference.eagle.runtime import EagleRuntime
+    from spd_lightning.inference.runtime.cluster import DistributedRuntime
+    from spd_lightning.inference.runtime.local import LocalRuntime
 
     messages, params = read_prompt(given), sampling_params(given)
 
     def work() -> None:
         with opened_decoder(given, given.drafter) as decoder:
-            if isinstance(decoder.runtime, EagleRuntime):
+            if not isinstance(decoder.runtime, LocalRuntime | DistributedRuntime):
                 raise ValueError(f"{given.drafter}: an EAGLE-3 drafter has no pipeline whose cycles could be profiled")
             if not decoder.is_lead:
                 decoder.runtime.start_timing()

@@ -11,7 +11,7 @@ from spd_lightning.inference.stats import DecodeStats
 from spd_lightning.inference.tree.schedule import TreeShape
 from spd_lightning.modules.features import FeatureLayout
 from tests.inference.conftest import make_pipeline, run
-from tests.inference.ranks import make_runtime, pipelined, run_ranks, stop_for
+from tests.inference.ranks import decoded, make_runtime, run_ranks, stop_for
 from tests.inference.test_distributed import lead_or_follow, plainly
 from tests.inference.tree.setting import make_tree_pipeline, run_tree
 from tests.modules.conftest import make_target
@@ -40,12 +40,12 @@ def test_ranks_decode_the_trees_that_one_process_decodes(
     def lead(runtime):
         answers = []
         for params in requests:
-            for _ in islice(runtime.tree(PROMPT, params, stop_for(params), DecodeStats(num_stages)), 3):
+            for _ in islice(runtime.decode("tree", PROMPT, params, stop_for(params), DecodeStats(num_stages)), 3):
                 pass  # nobody listens to the rest
             stats = DecodeStats(num_stages)
-            trees = list(runtime.tree(PROMPT, params, stop_for(params), stats))
-            chain, _ = pipelined(runtime, PROMPT, params)
-            answers.append((trees, stats, chain, list(runtime.plain(PROMPT, params, stop_for(params)))))
+            trees = list(runtime.decode("tree", PROMPT, params, stop_for(params), stats))
+            chain, _ = decoded(runtime, PROMPT, params)
+            answers.append((trees, stats, chain, decoded(runtime, PROMPT, params, "plain")[0]))
         return answers
 
     outcomes = run_ranks(

@@ -1,12 +1,11 @@
 """Target and EAGLE-3 drafter on one device, with the interface of the other runtimes."""
 
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 
-from spd_lightning.inference.autoregressive import decode_autoregressively
 from spd_lightning.inference.eagle.block_stage import BlockStage
 from spd_lightning.inference.eagle.chain_session import ChainSession
 from spd_lightning.inference.eagle.rounds import decode_in_rounds
+from spd_lightning.inference.runtime.interface import Method, OneProcess
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.stats import DecodeStats
 from spd_lightning.inference.stopping import StopCondition
@@ -19,7 +18,7 @@ DRAFT_LENGTH = 7
 """`k` unless it is given."""
 
 
-class EagleRuntime:
+class EagleRuntime(OneProcess):
     """The whole target and the drafter of a decoder in this process.
 
     Args:
@@ -29,21 +28,12 @@ class EagleRuntime:
         draft_length: `k`: drafts of a round.
     """
 
-    is_lead = True
-    num_devices = 1
-
     def __init__(self, stage: BlockStage, session: ChainSession, num_tokens: int, draft_length: int) -> None:
-        self.stages = [stage]
+        super().__init__([stage], num_tokens, session.device)
         self.stage = stage
         self.session = session
-        self.num_tokens = num_tokens
         self.draft_length = draft_length
         self.draft_token_ids = session.drafter.draft_token_ids
-        self.device = session.device
-
-    def clock(self) -> float:
-        """Seconds, by which decodes are measured."""
-        return time.perf_counter()
 
     @classmethod
     def load(
@@ -80,28 +70,19 @@ class EagleRuntime:
         drafter.to(device=device, dtype=embedding.weight.dtype)
         return cls(stage, ChainSession(drafter, embedding, capacity), num_tokens, k)
 
-    def pipelined(
+    def decode(
         self,
+        method: Method,
         prompt: Sequence[int],
         params: SamplingParams,
         stop: StopCondition,
         stats: DecodeStats,
         scores: TokenScores | None = None,
     ) -> Generator[int]:
-        """Decodes with the drafter; see `decode_in_rounds`."""
+        """Decodes in rounds for `pipelined`, see `decode_in_rounds`; it has no trees."""
+        if method == "plain":
+            return self.plain(prompt, params, stop, scores)
+        assert method == "pipelined"
         verifier = scored(make_verifier(params, self.num_tokens, self.draft_token_ids), scores)
         proposer = make_proposer(params, self.draft_token_ids)
         return decode_in_rounds(self.stage, self.session, proposer, verifier, self.draft_length, prompt, stop, stats)
-
-    def plain(
-        self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition, scores: TokenScores | None = None
-    ) -> Generator[int]:
-        """Decodes without drafts; see `decode_plainly`."""
-        verifier = scored(make_verifier(params, self.num_tokens), scores)
-        return decode_autoregressively(self.stages, verifier, prompt, stop)
-
-    def follow(self, make_stop: Callable[[SamplingParams], StopCondition]) -> None:
-        """There is nobody to follow."""
-
-    def close(self) -> None:
-        """There is nobody to tell."""

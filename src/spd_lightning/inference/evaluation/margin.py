@@ -7,8 +7,7 @@ from torch import Tensor
 
 from spd_lightning.inference.autoregressive import decode_autoregressively
 from spd_lightning.inference.decoder import PipelineDecoder
-from spd_lightning.inference.eagle.runtime import EagleRuntime
-from spd_lightning.inference.runtime.local import LocalRuntime
+from spd_lightning.inference.runtime.interface import OneProcess
 from spd_lightning.inference.stopping import StopCondition
 from spd_lightning.inference.verify import GreedyVerifier
 
@@ -30,7 +29,7 @@ def top2_margin(decoder: PipelineDecoder, prompt: Sequence[int], num_tokens: int
     None over several ranks, where the logits are on another one.
     """
     runtime = decoder.runtime
-    if not isinstance(runtime, LocalRuntime | EagleRuntime):
+    if not isinstance(runtime, OneProcess):
         return None
     verifier = MarginVerifier(len(decoder.tokenizer))
     stop = StopCondition((), num_tokens, (), decoder.tokenizer)

@@ -5,7 +5,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spd_lightning.inference.eagle.runtime import EagleRuntime
 from spd_lightning.inference.evaluation.baseline import generate_starter
 from spd_lightning.inference.evaluation.compiled import compiled_starter
 from spd_lightning.inference.evaluation.runner import (
@@ -16,7 +15,7 @@ from spd_lightning.inference.evaluation.runner import (
     Method,
 )
 from spd_lightning.inference.evaluation.sample import TREE
-from spd_lightning.inference.runtime.local import LocalRuntime
+from spd_lightning.inference.runtime.interface import OneProcess
 from spd_lightning.inference.tree.schedule import TreeShape
 from spd_lightning.modules.checkpoint import read_drafter_config
 from spd_lightning.modules.target import FrozenTarget, TargetDtype
@@ -140,7 +139,7 @@ def make_methods(
 
     @cache
     def whole() -> FrozenTarget:
-        assert isinstance(decoder.runtime, LocalRuntime | EagleRuntime)
+        assert isinstance(decoder.runtime, OneProcess)
         return FrozenTarget.from_pretrained(decoder.target_name, dtype, decoder.runtime.device)
 
     start_compiled, compile_target = compiled_starter(decoder, whole)

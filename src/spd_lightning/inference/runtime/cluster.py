@@ -16,11 +16,12 @@ from spd_lightning.inference.coordinator import decode
 from spd_lightning.inference.runtime.distributed import Transport, join, leave
 from spd_lightning.inference.runtime.draft_rank import DraftRank
 from spd_lightning.inference.runtime.environment import check_world_size, rank_environment
+from spd_lightning.inference.runtime.interface import Method, Runtime
 from spd_lightning.inference.runtime.liveness import RankFailure, Store, first_line
 from spd_lightning.inference.runtime.rank import Abandoned
 from spd_lightning.inference.runtime.roles import load_roles
 from spd_lightning.inference.runtime.stage_rank import StageRank
-from spd_lightning.inference.runtime.wire import Method, Request
+from spd_lightning.inference.runtime.wire import Request
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.schedule import PipelineSchedule
 from spd_lightning.inference.stats import DecodeStats
@@ -37,7 +38,7 @@ NO_MORE = "no more requests"
 FAREWELL_SECONDS = 5.0
 
 
-class DistributedRuntime:
+class DistributedRuntime(Runtime):
     """One rank of `n + 1`, all of which hold such an object; the lead (rank 0) decodes, the others `follow`.
 
     Args:
@@ -128,10 +129,6 @@ class DistributedRuntime:
         others = [json.loads(self.store.get(f"times/{rank}")) for rank in self.others]
         return [mine.cycles, *([CycleTimes(**times) for times in rank[-len(mine.cycles) :]] for rank in others)]
 
-    def clock(self) -> float:
-        """Seconds, by which decodes are measured."""
-        return time.perf_counter()
-
     def meet(self, what: str) -> None:
         """Returns when all ranks have come here.
 
@@ -146,33 +143,19 @@ class DistributedRuntime:
         """On the lead, between requests: raises `RankFailure` if another rank is lost."""
         self.liveness.check(self.others)
 
-    def pipelined(
+    def decode(
         self,
+        method: Method,
         prompt: Sequence[int],
         params: SamplingParams,
         stop: StopCondition,
         stats: DecodeStats,
         scores: TokenScores | None = None,
     ) -> Generator[int]:
-        """On the lead: decodes with all ranks; see `decode`. Scores come from the last stage's rank with its verdicts."""
-        return self._ask("pipelined", prompt, params, stop, stats, scores)
-
-    def tree(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        stop: StopCondition,
-        stats: DecodeStats,
-        scores: TokenScores | None = None,
-    ) -> Generator[int]:
-        """On the lead: decodes trees with all ranks, of the shape that this was loaded with; see `decode`."""
-        return self._ask("tree", prompt, params, stop, stats, scores)
-
-    def plain(
-        self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition, scores: TokenScores | None = None
-    ) -> Generator[int]:
-        """On the lead: decodes with the stages one after the other, without drafts; see `decode_plainly`."""
-        return self._ask("plain", prompt, params, stop, DecodeStats(self.num_stages), scores)
+        """On the lead: decodes with all ranks. Scores come from the last stage's rank with its verdicts."""
+        num_top = None if scores is None else scores.num_top
+        request = self._announce(Request(self.num_requests + 1, method, tuple(prompt), params, num_top))
+        yield from self._take_part(request, stop, stats, scores)
 
     def follow(self, make_stop: Callable[[SamplingParams], StopCondition]) -> None:
         """On all other ranks: does their part of every request until the lead closes.
@@ -190,7 +173,7 @@ class DistributedRuntime:
             request = Request.from_json(data)
             self.num_requests = request.number
             try:
-                for _ in self._decode(request, make_stop(request.params), DecodeStats(self.num_stages)):
+                for _ in self._take_part(request, make_stop(request.params), DecodeStats(self.num_stages)):
                     pass
             except Abandoned:
                 pass
@@ -215,19 +198,6 @@ class DistributedRuntime:
         self.liveness.stop()
         leave()
 
-    def _ask(
-        self,
-        method: Method,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        stop: StopCondition,
-        stats: DecodeStats,
-        scores: TokenScores | None,
-    ) -> Generator[int]:
-        num_top = None if scores is None else scores.num_top
-        request = self._announce(Request(self.num_requests + 1, method, tuple(prompt), params, num_top))
-        yield from self._decode(request, stop, stats, scores)
-
     def _announce(self, request: Request) -> Request:
         if not self.is_lead:
             raise RuntimeError("only the lead, rank 0, takes requests: call follow() on all other ranks")
@@ -239,7 +209,7 @@ class DistributedRuntime:
         self.store.set(f"request/{request.number}", request.to_json())
         return request
 
-    def _decode(
+    def _take_part(
         self, request: Request, stop: StopCondition, stats: DecodeStats, scores: TokenScores | None = None
     ) -> Generator[int]:
         with reporting(self.transport):

@@ -1,15 +1,14 @@
 """All roles in one process, one after the other: the reference, and the way on a single device."""
 
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
 
-from spd_lightning.inference.autoregressive import decode_autoregressively
 from spd_lightning.inference.coordinator import CycleOutcome, decode
 from spd_lightning.inference.drafting import DraftSession
 from spd_lightning.inference.prefill import take_prompt
+from spd_lightning.inference.runtime.interface import Method, OneProcess
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.schedule import CyclePlan, PipelineSchedule, Rollback
 from spd_lightning.inference.stage import Stage
@@ -118,7 +117,7 @@ class LocalPipeline:
         """Nothing is under way between two cycles."""
 
 
-class LocalRuntime:
+class LocalRuntime(OneProcess):
     """All stages and the drafter of a decoder in this process.
 
     Args:
@@ -128,19 +127,13 @@ class LocalRuntime:
         shape: of the trees that it can decode with; none without trees.
     """
 
-    is_lead = True
-    num_devices = 1
-
     def __init__(
         self, stages: Sequence[Stage], session: DraftSession, num_tokens: int, shape: TreeShape | None = None
     ) -> None:
-        self.stages = stages
+        super().__init__(stages, num_tokens, session.states.device, shape)
         self.session = session
-        self.num_tokens = num_tokens
         self.draft_token_ids = session.drafter.draft_token_ids
-        self.device = session.states.device
         self.timer: Timer = NO_TIMER
-        self.shape = shape
         if shape is not None:
             self.tree_stages = [TreeStage(stage, len(stages), shape.refill_width) for stage in stages]
             self.tree_session = TreeDraftSession(session, shape.refill_width)
@@ -153,10 +146,6 @@ class LocalRuntime:
     def times_of_ranks(self, mine: CycleTimer) -> list[Sequence[CycleTimes]]:
         """Each rank's times of the same cycles; this process is one."""
         return [mine.cycles]
-
-    def clock(self) -> float:
-        """Seconds, by which decodes are measured."""
-        return time.perf_counter()
 
     @classmethod
     def load(
@@ -192,44 +181,26 @@ class LocalRuntime:
         drafter.to(device=device, dtype=embedding.weight.dtype)
         return cls(stages, DraftSession(drafter, embedding, capacity), num_tokens, shape)
 
-    def pipelined(
+    def decode(
         self,
+        method: Method,
         prompt: Sequence[int],
         params: SamplingParams,
         stop: StopCondition,
         stats: DecodeStats,
         scores: TokenScores | None = None,
     ) -> Generator[int]:
-        """Decodes with the drafter; see `decode`."""
-        verifier = scored(make_verifier(params, self.num_tokens, self.draft_token_ids), scores)
-        proposer = make_proposer(params, self.draft_token_ids)
-        pipeline = LocalPipeline(self.stages, self.session, proposer, verifier, self.timer)
-        return decode(pipeline, len(self.stages), prompt, stop, stats)
-
-    def tree(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        stop: StopCondition,
-        stats: DecodeStats,
-        scores: TokenScores | None = None,
-    ) -> Generator[int]:
-        """Decodes with the drafter's trees, of the shape that this was loaded with; see `decode`."""
-        assert self.shape is not None
-        verifier = scored_candidates(make_tree_verifier(params, self.num_tokens, self.draft_token_ids), scores)
-        proposer = make_tree_proposer(params, self.draft_token_ids)
-        pipeline = TreePipeline(self.tree_stages, self.tree_session, proposer, verifier, self.timer)
-        return decode(pipeline, len(self.stages), prompt, stop, stats, schedule_maker(self.shape))
-
-    def plain(
-        self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition, scores: TokenScores | None = None
-    ) -> Generator[int]:
-        """Decodes without drafts; see `decode_plainly`."""
-        verifier = scored(make_verifier(params, self.num_tokens), scores)
-        return decode_autoregressively(self.stages, verifier, prompt, stop)
-
-    def follow(self, make_stop: Callable[[SamplingParams], StopCondition]) -> None:
-        """There is nobody to follow."""
-
-    def close(self) -> None:
-        """There is nobody to tell."""
+        ids, num_stages = self.draft_token_ids, len(self.stages)
+        match method:
+            case "plain":
+                return self.plain(prompt, params, stop, scores)
+            case "pipelined":
+                verifier = scored(make_verifier(params, self.num_tokens, ids), scores)
+                chain = LocalPipeline(self.stages, self.session, make_proposer(params, ids), verifier, self.timer)
+                return decode(chain, num_stages, prompt, stop, stats)
+            case "tree":
+                assert self.shape is not None
+                judge = scored_candidates(make_tree_verifier(params, self.num_tokens, ids), scores)
+                proposer = make_tree_proposer(params, ids)
+                tree = TreePipeline(self.tree_stages, self.tree_session, proposer, judge, self.timer)
+                return decode(tree, num_stages, prompt, stop, stats, schedule_maker(self.shape))

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from spd_lightning.inference.runtime.interface import Method
 from spd_lightning.inference.runtime.local import LocalRuntime
 from spd_lightning.inference.runtime.rank import law_slots, level_laws
 from spd_lightning.inference.runtime.wire import Message, Request
@@ -164,32 +165,27 @@ class VirtualRuntime(LocalRuntime):
         self.timer = self.virtual = VirtualClock(layout.num_stages, layout.drafts_first, sizes, link, now)
         self.num_devices = layout.num_stages + 1
 
-    def pipelined(
+    def decode(
         self,
+        method: Method,
         prompt: Sequence[int],
         params: SamplingParams,
         stop: StopCondition,
         stats: DecodeStats,
         scores: TokenScores | None = None,
     ) -> Generator[int]:
-        """Decodes with the drafter, as `LocalRuntime`, with the messages of these parameters on the clock."""
-        request, config = Request(0, "pipelined", (), params), self.session.drafter.config
-        laws = law_slots(request, config.num_stages, config.draft_vocab_size, self.device)
-        self.virtual.law_bytes = 0 if laws is None else laws.at(0).data.numel()
-        return super().pipelined(prompt, params, stop, stats, scores)
+        """Decodes as `LocalRuntime` does, with the messages of these parameters on the clock."""
+        self.virtual.law_bytes = self._law_bytes(method, params)
+        return super().decode(method, prompt, params, stop, stats, scores)
 
-    def tree(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        stop: StopCondition,
-        stats: DecodeStats,
-        scores: TokenScores | None = None,
-    ) -> Generator[int]:
-        """Decodes with the drafter's trees, as `LocalRuntime`, with the messages of these parameters on the clock."""
-        laws = level_laws(params, self.session.drafter.config.draft_vocab_size, self.device)
-        self.virtual.law_bytes = 0 if laws is None else laws.of(1).data.numel()
-        return super().tree(prompt, params, stop, stats, scores)
+    def _law_bytes(self, method: Method, params: SamplingParams) -> int:
+        """Of the message that a draft's law travels in; 0 if none is sent."""
+        config = self.session.drafter.config
+        if method == "tree":
+            levels = level_laws(params, config.draft_vocab_size, self.device)
+            return 0 if levels is None else levels.of(1).data.numel()
+        laws = law_slots(Request(0, method, (), params), config.num_stages, config.draft_vocab_size, self.device)
+        return 0 if laws is None else laws.at(0).data.numel()
 
     def start_timing(self) -> CycleTimer:
         """The clock, whose cycles so far are forgotten."""

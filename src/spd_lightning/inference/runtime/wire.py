@@ -7,19 +7,17 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
-from typing import Literal
 
 import torch
 from jaxtyping import Float64, Int64, Shaped
 from torch import Tensor
 
+from spd_lightning.inference.runtime.interface import Method
 from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.schedule import Verdict
 from spd_lightning.inference.token_scores import TokenScore
 from spd_lightning.inference.tree.schedule import Draft
 from spd_lightning.inference.verify import DraftProposal
-
-Method = Literal["pipelined", "tree", "plain"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Request:
 
     Attributes:
         number: of this request, from 1.
-        method: `pipelined` decodes with the drafter's chains, `tree` with its trees, `plain` one token after the other.
+        method: of decoding.
         prompt: token ids.
         params: with a seed if they sample.
         num_top: likeliest tokens to send with the score of each committed token; none where no scores are wanted.
