@@ -442,6 +442,15 @@ def test_help_and_print_config_need_no_target(capsys) -> None:
     assert "num_stages: 2" in capsys.readouterr().out
 
 
+def test_sources_of_the_command_line_replace_those_of_the_file_whole(tmp_path: Path, capsys) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("model: {target: nowhere/at-all, num_stages: 2}\ndata: {sources: [{path: a.jsonl, limit: 5}]}\n")
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", str(config), "--data.sources", "[{path: b.jsonl}]", "--print_config"])
+    [source] = yaml.safe_load(capsys.readouterr().out)["data"]["sources"]
+    assert (source["path"], source.get("limit")) == ("b.jsonl", None)
+
+
 @pytest.mark.parametrize("content", ["", "not a checkpoint", None])
 def test_exporting_something_else_is_refused(content, tmp_path: Path, capsys) -> None:
     path = tmp_path / "x.ckpt"

@@ -11,11 +11,11 @@ from jsonargparse import ArgumentParser
 from lightning import LightningModule, Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from spd_lightning.data.datamodule import DialogueDataModule
-from spd_lightning.data.training_config import chosen_method
+from spd_lightning.data.training_config import chosen_method, replacing_lists
 from spd_lightning.errors import one_line_errors
 from spd_lightning.host_memory import keep_freed_memory
 from spd_lightning.modules.checkpoint import check_resumable, export_checkpoint, read_checkpoint
@@ -64,6 +64,11 @@ class TrainingCLI(LightningCLI):
         )
         parser.link_arguments("model.target", "data.target")
         parser.link_arguments("model.layout", "data.layout", apply_on="instantiate")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Lists of sources are taken whole."""
+        assert args is None or isinstance(args, list)
+        self.config = parser.parse_args(replacing_lists(sys.argv[1:] if args is None else args))
 
     def before_fit(self) -> None:
         """On the CPU a step's large tensors take their memory from the step before."""

@@ -52,6 +52,28 @@ def test_later_files_win(parser, write):
     assert [source.path for source in given.data.sources] == ["rows.jsonl"]
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_list_of_sources_replaces_the_one_before_whole(parser, write, joined):
+    for key in ("sources", "val_sources"):
+        both = {"data": {**CONFIG["data"], "val_sources": CONFIG["data"]["sources"]}}
+        option, value = f"--data.{key}", '[{"path": "mine.jsonl"}]'
+        args = [f"{option}={value}"] if joined else [option, value]
+        given = parser.parse(["--config", write(**both), *args]).data
+        assert getattr(given, key) == [Source("mine.jsonl")]
+        other = "val_sources" if key == "sources" else "sources"
+        assert [source.weight for source in getattr(given, other)] == [2.0]
+
+
+def test_sources_of_a_later_file_replace_those_before_whole(parser, write):
+    later = write("two.yaml", data={"sources": [{"path": "mine.jsonl"}]})
+    assert parser.parse(["--config", write(), "--config", later]).data.sources == [Source("mine.jsonl")]
+
+
+def test_a_field_of_a_source_is_changed_alone(parser, write):
+    given = parser.parse(["--config", write(), "--data.sources.weight", "3"])
+    assert given.data.sources == [Source("rows.jsonl", weight=3.0, columns={"prompt": "q", "response": "a"})]
+
+
 def test_what_training_links_is_left_out(parser, write):
     linked = {**CONFIG["data"], "target": "some/target", "layout": None}
     assert parser.parse(["--config", write(data=linked)]).data.seed == 5

@@ -1,7 +1,7 @@
 """The configuration of `spd-train`, read for a command that needs only parts of it. Knows no command."""
 
 from argparse import ArgumentError
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class TrainingConfigParser(ArgumentParser):
     def parse(self, args: Sequence[str]) -> Namespace:
         """The arguments, dataclasses made; `ValueError` with the fault and where to find help."""
         try:
-            given = self.instantiate_classes(self.parse_args(list(args)))
+            given = self.instantiate_classes(self.parse_args(replacing_lists(args)))
         except ArgumentError as error:
             raise ValueError(f"{error} (see {self.prog} --help)") from None
         assert isinstance(given, Namespace)
@@ -79,17 +79,42 @@ def chosen_method(args: Sequence[str], known: Collection[str]) -> str:
         ValueError: if it is none of them.
     """
     method: Any = "spd"
-    for index, argument in enumerate(args):
-        name, is_joined, value = argument.partition("=")
-        value = value if is_joined else "".join(args[index + 1 : index + 2])
-        if name == "--method":
-            method = value
-        elif name in ("--config", "-c") and Path(value).is_file():
-            try:
-                content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
-            except (yaml.YAMLError, UnicodeDecodeError):
-                continue  # the parser says what is wrong with it
-            method = content.get("method", method) if isinstance(content, dict) else method
+    for _, name, value in _options(args):
+        method = value if name == "--method" else _file_content(name, value).get("method", method)
     if method not in known:
         raise ValueError(f"method={method!r}: known are {', '.join(known)}")
     return method
+
+
+def replacing_lists(args: Sequence[str]) -> list[str]:
+    """The command line, on which a list of sources replaces the one that was given before it.
+
+    The parser alone would fill what a source leaves out from the source in its place: another file would silently be
+    read with the `limit` and the `columns` of the first.
+    """
+    emptied: list[str] = []
+    for index, name, value in _options(args):
+        data = _file_content(name, value).get("data")
+        for key in ("sources", "val_sources"):
+            if name == f"--data.{key}" or (isinstance(data, dict) and key in data):
+                emptied += [f"--data.{key}", "[]"]
+        emptied.append(args[index])
+    return emptied
+
+
+def _options(args: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+    """Index, name and value of each argument, as if all were options."""
+    for index, argument in enumerate(args):
+        name, is_joined, value = argument.partition("=")
+        yield index, name, value if is_joined else "".join(args[index + 1 : index + 2])
+
+
+def _file_content(name: str, value: str) -> dict[str, Any]:
+    """What the file of a `--config` holds; nothing where the parser will say what is wrong with it."""
+    if name not in ("--config", "-c") or not Path(value).is_file():
+        return {}
+    try:
+        content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return {}
+    return content if isinstance(content, dict) else {}
