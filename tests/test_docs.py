@@ -136,9 +136,17 @@ def test_a_command_that_does_not_exist_is_noticed(command: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
-    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8"))
+    here = [(page.parent / name if name else page, heading) for name, heading in links if "://" not in name]
+    assert [file for file, _ in here if not file.exists()] == []
+    assert [(file.name, heading) for file, heading in here if heading and heading not in headings(file)] == []
+
+
+def headings(page: Path) -> set[str]:
+    """What links to the page's headings are called: lower case, without punctuation, dashes for spaces."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in found}
 
 
 def test_the_picture_of_the_cycles_is_what_the_schedule_gives(tmp_path: Path) -> None:

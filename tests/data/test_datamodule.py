@@ -359,9 +359,15 @@ def test_overfitting_batches_is_refused_with_the_way_out(tmp_path, make_data):
         ({"bucket_window": 0}, "bucket_window=0"),
         ({"fill_acceptance": 1.5}, "data.fill_acceptance=1.5: a share from 0 to 1"),
         ({"fill_acceptance": math.nan}, "data.fill_acceptance=nan"),
-        ({"fill_acceptance": 0.5, "simulate_fill": False}, "of use with simulate_fill: true only"),
+        ({"fill_acceptance": 0.5, "simulate_fill": False}, "fill_acceptance=0.5 with simulate_fill: false"),
     ],
 )
 def test_impossible_options_are_refused_at_once(make_data, changed, message):
     with pytest.raises(ValueError, match=message):
         make_data(**changed)
+
+
+@pytest.mark.parametrize(("acceptance", "fill"), [(0.0, 1), (1.0, 4)])
+def test_batches_have_the_fills_of_the_expected_acceptance(tmp_path, make_data, acceptance, fill):
+    model = run(tmp_path, make_data, data={"fill_acceptance": acceptance}, max_epochs=1)
+    assert {drawn for batch in model.seen for _, drawn in batch} == {fill}

@@ -167,7 +167,7 @@ def test_a_real_target_is_decoded_over_ranks_as_in_one_process(tmp_path: Path) -
     stats = DecodeStats(drafter.layout.num_stages)
     expected = list(local.decode("pipelined", PROMPTS[2], params, stop_for(params), stats))
     assert outcomes[0].value == (expected, stats)
-    assert expected == list(local.plain(PROMPTS[2], params, stop_for(params)))
+    assert expected == list(local.decode("plain", PROMPTS[2], params, stop_for(params), stats))
 
 
 def test_the_lead_may_end_a_request_early(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_folder_of_something_else_is_left_as_it_is(config: str, tmp_path: Path
     with pytest.raises(ValueError, match=r"config.json is not that of such a drafter and would be lost"):
         write_folder(tmp_path, LAYOUT)
     with pytest.raises(ValueError, match="would be lost"):
-        save_weights(tmp_path / "model.safetensors", {}, '{"architectures": ["LlamaForCausalLMEagle3"]}')
+        save_weights(tmp_path / "model.safetensors", {}, {"architectures": ["LlamaForCausalLMEagle3"]})
     assert contents(tmp_path) == before
 
 

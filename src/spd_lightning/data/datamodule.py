@@ -132,9 +132,11 @@ class DialogueDataModule(LightningDataModule):
         for name, value in (("val_batch_size", val_batch_size), ("bucket_window", bucket_window)):
             if value is not None and value < 1:
                 raise ValueError(f"data.{name}={value}: must be at least 1")
-        if fill_acceptance is not None and not (simulate_fill and 0 <= fill_acceptance <= 1):
+        if fill_acceptance is not None and not 0 <= fill_acceptance <= 1:
+            raise ValueError(f"data.fill_acceptance={fill_acceptance}: a share from 0 to 1 is needed")
+        if fill_acceptance is not None and not simulate_fill:
             raise ValueError(
-                f"data.fill_acceptance={fill_acceptance}: a share from 0 to 1, and of use with simulate_fill: true only"
+                f"data.fill_acceptance={fill_acceptance} with simulate_fill: false: the pipeline is always full then"
             )
         if num_workers < 0:
             raise ValueError(f"data.num_workers={num_workers}: cannot be negative")

@@ -104,23 +104,25 @@ def drafter_record(
 
 def save_drafter(folder: Path, state: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
     """Writes a drafter folder; each file appears whole or not at all, the configuration last."""
-    save_weights(folder / WEIGHTS_FILE, state, json.dumps(record, indent=1) + "\n")
+    save_weights(folder / WEIGHTS_FILE, state, record)
 
 
-def save_weights(path: Path, state: Mapping[str, Tensor], config: str, metadata: dict[str, str] | None = None) -> None:
+def save_weights(
+    path: Path, state: Mapping[str, Tensor], config: Mapping[str, Any], metadata: dict[str, str] | None = None
+) -> None:
     """Writes weights and, last, the `config.json` beside them; each file appears whole or not at all.
 
     Args:
         path: of the weights; its folder is made if it is not there.
         state: tensors of any device.
-        config: text of the configuration.
+        config: JSON-ready.
         metadata: of the weights' file.
 
     Raises:
         ValueError: if something else is in the folder and would be lost.
     """
     folder = path.parent
-    check_replaceable(path, json.loads(config))
+    check_replaceable(path, config)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".writing-") as scratch:
         weights, beside = Path(scratch) / path.name, Path(scratch) / CONFIG_FILE
@@ -128,7 +130,7 @@ def save_weights(path: Path, state: Mapping[str, Tensor], config: str, metadata:
             save_file({name: value.detach().cpu().contiguous() for name, value in state.items()}, weights, metadata)
         except SafetensorError as error:
             raise OSError(f"{path} cannot be written ({error})") from error
-        beside.write_text(config, encoding="utf-8")
+        beside.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         weights.chmod(beside.stat().st_mode)  # safetensors lets nobody else read what it writes
         (folder / CONFIG_FILE).unlink(missing_ok=True)  # never an old configuration beside new weights
         os.replace(weights, path)
@@ -144,7 +146,7 @@ def check_replaceable(path: Path, record: Mapping[str, Any]) -> None:
         old = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else record
     except ValueError:  # not JSON, or not even text
         old = None
-    if not isinstance(old, dict) or any(old.get(key) != record.get(key) for key in KIND):
+    if not isinstance(old, Mapping) or any(old.get(key) != record.get(key) for key in KIND):
         raise ValueError(f"{beside} is not that of such a drafter and would be lost: name another folder to write to")
 
 
@@ -210,11 +212,8 @@ def read_record(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     if not path.is_file():
         why = f"{CONFIG_FILE} is missing" if folder.exists() else "there is no such folder"
-        way = (
-            "did you mean its drafter/?"
-            if (folder / "drafter" / CONFIG_FILE).is_file()
-            else "`spd-train fit` makes one"
-        )
+        is_run = (folder / "drafter" / CONFIG_FILE).is_file()
+        way = "did you mean its drafter/?" if is_run else "`spd-train fit` makes one"
         raise ValueError(f"{folder}: no drafter here ({why}); {way}")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))

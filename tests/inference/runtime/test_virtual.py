@@ -1,10 +1,17 @@
 """The virtual clock against cycles worked out by hand."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from spd_lightning.inference.decoder import PipelineDecoder
 from spd_lightning.inference.runtime.virtual import Link, MessageSizes, VirtualClock
+from spd_lightning.inference.sampling import SamplingParams
 from spd_lightning.inference.schedule import CyclePlan
 from spd_lightning.inference.timing import PDM, VERIFY, CycleTimes
+from spd_lightning.inference.tree.schedule import TreeShape
+from tests.inference.folders import save_folders
 
 LINK = Link(latency=0.5, bytes_per_second=100.0, record=0.25)
 
@@ -79,3 +86,24 @@ def test_messages_of_a_level_grow_with_its_nodes() -> None:
     virtual.law_bytes = 432
     assert virtual.cycle_seconds(times, {1: 1}, num_leaves=2) == pytest.approx(1.0 + 0.5 + 8.32 + 0.25)
     assert virtual.cycle_seconds(times, {1: 1}, num_leaves=1) == pytest.approx(1.0 + 0.5 + 4.32 + 0.25)
+
+
+def test_only_laws_that_the_verifier_needs_are_on_the_clock(tmp_path: Path) -> None:
+    """A chain's message brings the drafted token as well; a tree's brings a law a leaf, and the record the tokens."""
+    drafter, _ = save_folders(tmp_path)
+    decoder = PipelineDecoder.from_pretrained(drafter, runtime="virtual", max_length=64, shape=TreeShape(2, 2))
+    runtime: Any = decoder.runtime
+    sampled = SamplingParams(2, temperature=1.0, top_k=3, seed=0)
+    wider = SamplingParams(2, temperature=1.0, top_k=4, seed=0)
+    sizes = {}
+    for name, start in (
+        ("chain", decoder.start_chain),
+        ("tree", decoder.start),
+        ("plain", decoder.start_autoregressive),
+    ):
+        for params in (SamplingParams(2), sampled, wider):
+            list(start([65, 66], params).tokens())
+            sizes.setdefault(name, []).append(runtime.virtual.law_bytes)
+    assert [chain[0] for chain in sizes.values()] == [0, 0, 0] and sizes["plain"] == [0, 0, 0]
+    assert 0 < sizes["chain"][1] < sizes["chain"][2] and 0 < sizes["tree"][1] < sizes["tree"][2]
+    assert sizes["chain"][1] > sizes["tree"][1]

@@ -81,7 +81,7 @@ class EagleRuntime(OneProcess):
     ) -> Generator[int]:
         """Decodes in rounds for `pipelined`, see `decode_in_rounds`; it has no trees."""
         if method == "plain":
-            return self.plain(prompt, params, stop, scores)
+            return self._plain(prompt, params, stop, scores)
         assert method == "pipelined"
         verifier = scored(make_verifier(params, self.num_tokens, self.draft_token_ids), scores)
         proposer = make_proposer(params, self.draft_token_ids)

@@ -1,4 +1,4 @@
-"""What decodes behind a `PipelineDecoder`. Knows neither drafters nor how they are run."""
+"""What decodes behind a `PipelineDecoder`. Knows no drafters."""
 
 import time
 from abc import ABC, abstractmethod
@@ -78,6 +78,7 @@ class OneProcess(Runtime):
         stages: the whole target, first layers to last.
         num_tokens: `len(tokenizer)`; rows of logits beyond are padding.
         device: where everything is.
+        shape: of trees, or none.
     """
 
     is_lead = True
@@ -91,10 +92,10 @@ class OneProcess(Runtime):
         self.device = device
         self.shape = shape
 
-    def plain(
+    def _plain(
         self, prompt: Sequence[int], params: SamplingParams, stop: StopCondition, scores: TokenScores | None = None
     ) -> Generator[int]:
-        """Decodes without drafts; see `decode_plainly`."""
+        """Decodes without drafts; see `decode_autoregressively`."""
         verifier = scored(make_verifier(params, self.num_tokens), scores)
         return decode_autoregressively(self.stages, verifier, prompt, stop)
 

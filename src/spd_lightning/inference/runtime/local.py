@@ -193,7 +193,7 @@ class LocalRuntime(OneProcess):
         ids, num_stages = self.draft_token_ids, len(self.stages)
         match method:
             case "plain":
-                return self.plain(prompt, params, stop, scores)
+                return self._plain(prompt, params, stop, scores)
             case "pipelined":
                 verifier = scored(make_verifier(params, self.num_tokens, ids), scores)
                 chain = LocalPipeline(self.stages, self.session, make_proposer(params, ids), verifier, self.timer)

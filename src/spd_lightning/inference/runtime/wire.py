@@ -26,7 +26,7 @@ class Request:
 
     Attributes:
         number: of this request, from 1.
-        method: of decoding.
+        method: see `Method`.
         prompt: token ids.
         params: with a seed if they sample.
         num_top: likeliest tokens to send with the score of each committed token; none where no scores are wanted.

@@ -129,7 +129,7 @@ def write_published(
         "draft_vocab_size": config.draft_vocab_size,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-    save_weights(folder / WEIGHTS_FILE, tensors, json.dumps(record, indent=2) + "\n", metadata={"format": "pt"})
+    save_weights(folder / WEIGHTS_FILE, tensors, record, metadata={"format": "pt"})
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
