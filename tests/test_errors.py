@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from spd_lightning.errors import one_line_errors
+from spd_lightning.errors import one_line_errors, shortened
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,9 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     assert writer.stderr.read() == b""
     writer.stderr.close()
     assert writer.wait(timeout=60) == 141
+
+
+def test_a_long_text_keeps_its_ends():
+    text = "x" * 30 + "middle" + "y" * 30
+    assert shortened(text, len(text)) == text
+    assert shortened(text, 21) == "x" * 7 + " [...] " + "y" * 7

@@ -8,6 +8,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+GAP = " [...] "
+
+
+def shortened(text: str, limit: int) -> str:
+    """The text, its middle left out if it is longer than `limit`: the beginning names a value, the end what is wrong."""
+    half = (limit - len(GAP)) // 2
+    return text if len(text) <= limit else f"{text[:half]}{GAP}{text[-half:]}"
+
 
 @contextmanager
 def one_line_errors(program: str) -> Iterator[None]:

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from spd_lightning.errors import shortened
 from spd_lightning.modules.drafter import KEPT_PREFIX, PipelineDraftModule
 from spd_lightning.modules.drafter_config import DrafterConfig, RopeScaling
 from spd_lightning.modules.features import FeatureLayout
@@ -49,14 +50,8 @@ class PublishedFileError(ValueError):
     """
 
     def __init__(self, faults: list[str]) -> None:
-        self.faults = tuple(_cut(" ".join(fault.split())) for fault in faults)
+        self.faults = tuple(shortened(" ".join(fault.split()), FAULT_LENGTH) for fault in faults)
         super().__init__("; ".join(self.faults))
-
-
-def _cut(line: str) -> str:
-    """The line with its beginning, which names the value, and its end, which says what is wrong with it."""
-    half = FAULT_LENGTH // 2
-    return line if len(line) <= FAULT_LENGTH else f"{line[: half - 3]} ... {line[2 - half :]}"
 
 
 @dataclass(frozen=True)
@@ -142,7 +137,8 @@ def import_drafter(
         PipelineDraftModule(config).load_state_dict(state, assign=True)
     told = provenance(given)
     if "ignored" in told:
-        warnings.warn(_cut(f"keys of config that are ignored: {', '.join(map(str, told['ignored']))}"), stacklevel=2)
+        ignored = f"keys of config that are ignored: {', '.join(map(str, told['ignored']))}"
+        warnings.warn(shortened(ignored, FAULT_LENGTH), stacklevel=2)
     return ImportedDrafter(state, config, told)
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from spd_lightning.errors import shortened
+
 LONGEST = 1000
 """Characters of an error's field: what a client has sent is not sent back by the megabyte."""
 
@@ -47,9 +49,7 @@ class Refusal(Exception):
 
 def shown(text: str) -> str:
     """A text, its middle left out if it is long, without halves of surrogate pairs: JSON can hold them, UTF-8 cannot."""
-    if len(text) > LONGEST:
-        text = f"{text[: LONGEST // 2]} [...] {text[-LONGEST // 2 :]}"
-    return text.encode("utf-8", "backslashreplace").decode()
+    return shortened(text, LONGEST).encode("utf-8", "backslashreplace").decode()
 
 
 def shutting_down() -> Refusal:
