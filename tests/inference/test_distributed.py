@@ -112,8 +112,8 @@ def test_scores_of_committed_tokens_come_to_the_lead(num_stages: int, tmp_path: 
         answers = []
         for method, params, num_top in asked:
             scores = None if num_top is None else TokenScores(NUM_TOKENS, num_top)
-            stats = () if method == "plain" else (DecodeStats(num_stages),)
-            tokens = list(getattr(runtime, method)(PROMPTS[1], params, stop_for(params), *stats, scores=scores))
+            stats = DecodeStats(num_stages)
+            tokens = list(runtime.decode(method, PROMPTS[1], params, stop_for(params), stats, scores))
             answers.append((tokens, None if scores is None else scores.by_position))
         return answers
 
