@@ -28,7 +28,7 @@ PUBLISHED = {
 }
 POST_STEP = {"pdm_n8_post_step", "ppsd_n8"}
 
-pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI's args parameter", "ignore:Experiment logs directory")
+pytestmark = pytest.mark.filterwarnings("ignore:Experiment logs directory")
 
 
 @pytest.fixture(scope="module")

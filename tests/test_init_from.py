@@ -15,10 +15,7 @@ from tests.inference.eagle.setting import save_eagle_folders
 from tests.inference.folders import save_folders
 from tests.modules.published_files import published_file
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:LightningCLI's args parameter"),
-    pytest.mark.filterwarnings("ignore:Experiment logs directory"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Experiment logs directory")
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "debug.yaml"
 STANDING_STILL = "1e-30"
 """A learning rate at which no float32 weight moves."""

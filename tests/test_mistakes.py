@@ -19,7 +19,6 @@ from spd_lightning.data.cli import main as spd_data
 from spd_lightning.modules.checkpoint import FORMAT
 from spd_lightning.modules.tiny_target import save_tiny_target
 
-pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
 NUM_TOKENS = 259
 GOOD_ROW = {"prompt": "one and one?", "response": "two"}
 

@@ -22,10 +22,7 @@ from spd_lightning.modules.checkpoint import load_drafter
 from spd_lightning.modules.model_size import resolve_stage_layers
 from spd_lightning.modules.tiny_target import save_tiny_target
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:LightningCLI's args parameter"),
-    pytest.mark.filterwarnings("ignore:Experiment logs directory"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Experiment logs directory")
 REPO = Path(__file__).resolve().parents[1]
 CALLBACKS = [{"class_path": f"spd_lightning.callbacks.{name}"} for name in ("DrafterCheckpoint", "AcceptanceReport", "SampleDrafts", "Throughput")]  # fmt: skip
 

@@ -367,7 +367,9 @@ def test_impossible_options_are_refused_at_once(make_data, changed, message):
         make_data(**changed)
 
 
-@pytest.mark.parametrize(("acceptance", "fill"), [(0.0, 1), (1.0, 4)])
-def test_batches_have_the_fills_of_the_expected_acceptance(tmp_path, make_data, acceptance, fill):
-    model = run(tmp_path, make_data, data={"fill_acceptance": acceptance}, max_epochs=1)
+@pytest.mark.parametrize(
+    ("data", "fill"), [({"fill_acceptance": 0.0}, 1), ({"fill_acceptance": 1.0}, 4), ({"simulate_fill": False}, 4)]
+)
+def test_batches_have_the_fills_of_the_expected_acceptance(tmp_path, make_data, data, fill):
+    model = run(tmp_path, make_data, data=data, max_epochs=1)
     assert {drawn for batch in model.seen for _, drawn in batch} == {fill}

@@ -67,7 +67,7 @@ def test_fill_changes_with_the_epoch():
 
 
 def test_without_simulated_fill_the_pipeline_is_full():
-    assert Replicator(layout(), simulate_fill=False).fill(0, range(6)).tolist() == [4] * 6
+    assert Replicator(layout(), fill_acceptance=1.0).fill(0, range(6)).tolist() == [4] * 6
 
 
 def test_position_is_supervised_iff_the_next_token_is_an_answer_token():

@@ -122,8 +122,7 @@ class DialogueDataModule(LightningDataModule):
         self.num_proc = num_proc
         self.draft_vocab_path = draft_vocab
         self.draft_vocab_size = draft_vocab_size
-        self.simulate_fill = simulate_fill
-        self.fill_acceptance = fill_acceptance
+        self.fill_acceptance = fill_acceptance if simulate_fill else 1.0
         self.max_drop_fraction = max_drop_fraction
         self.bucket_window = bucket_window
         self.cache_dir = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser()
@@ -253,7 +252,6 @@ class DialogueDataModule(LightningDataModule):
             self.layout,
             seed=self.seed,
             pad_token_id=self.eos_token_ids[0] if pad_token_id is None else pad_token_id,
-            simulate_fill=self.simulate_fill,
             fill_acceptance=self.fill_acceptance,
         )
         order = {"data": rows.data_hash, "seed": self.seed, **sampler.order}

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BATCHES_PER_WINDOW = 16
-
-
 ENDS = {"stop": "whole", "length": "with an answer longer than max_new_tokens"}
 """How a dialogue's end is put to users; other reasons say it themselves."""
 

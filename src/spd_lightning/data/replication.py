@@ -52,8 +52,7 @@ class Replicator:
         layout: stages, anchors, row types and schedule of the drafter.
         seed: of the fill draws.
         pad_token_id: fills the sequences up on the right; masked everywhere, so any valid id will do.
-        simulate_fill: if false, the pipeline is always full.
-        fill_acceptance: see `draw_fill`.
+        fill_acceptance: of the fill draws, see `draw_fill`; 1 for a pipeline that is always full.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Replicator:
         layout: FeatureLayout,
         seed: int = 0,
         pad_token_id: int = 0,
-        simulate_fill: bool = True,
         fill_acceptance: float | None = None,
     ) -> None:
         self.num_stages = layout.num_stages
@@ -69,14 +67,11 @@ class Replicator:
         self.visibility = torch.tensor(layout.visibility_table(), dtype=torch.long)
         self.seed = seed
         self.pad_token_id = pad_token_id
-        self.simulate_fill = simulate_fill
         self.fill_acceptance = fill_acceptance
 
     def fill(self, epoch: int, rows: Sequence[int]) -> Tensor:
         """The fill level that each row simulates in this epoch."""
-        if self.simulate_fill:
-            return torch.from_numpy(draw_fill(self.seed, epoch, rows, self.num_stages, self.fill_acceptance))
-        return torch.full((len(rows),), self.num_stages, dtype=torch.long)
+        return torch.from_numpy(draw_fill(self.seed, epoch, rows, self.num_stages, self.fill_acceptance))
 
     def collate(
         self, input_ids: Sequence[np.ndarray], loss_masks: Sequence[np.ndarray], fill: Tensor, is_filler: bool = False

@@ -93,20 +93,20 @@ def replacing_lists(args: Sequence[str]) -> list[str]:
     read with the `limit` and the `columns` of the first.
     """
     emptied: list[str] = []
-    for index, name, value in _options(args):
+    for argument, name, value in _options(args):
         data = _file_content(name, value).get("data")
         for key in ("sources", "val_sources"):
             if name == f"--data.{key}" or (isinstance(data, dict) and key in data):
                 emptied += [f"--data.{key}", "[]"]
-        emptied.append(args[index])
+        emptied.append(argument)
     return emptied
 
 
-def _options(args: Sequence[str]) -> Iterator[tuple[int, str, str]]:
-    """Index, name and value of each argument, as if all were options."""
+def _options(args: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Each argument, and its name and value as if it were an option."""
     for index, argument in enumerate(args):
         name, is_joined, value = argument.partition("=")
-        yield index, name, value if is_joined else "".join(args[index + 1 : index + 2])
+        yield argument, name, value if is_joined else "".join(args[index + 1 : index + 2])
 
 
 def _file_content(name: str, value: str) -> dict[str, Any]:
@@ -114,7 +114,6 @@ def _file_content(name: str, value: str) -> dict[str, Any]:
     if name not in ("--config", "-c") or not Path(value).is_file():
         return {}
     try:
-        content = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
+        return _read_yaml(Path(value))
+    except ValueError:
         return {}
-    return content if isinstance(content, dict) else {}

@@ -42,8 +42,7 @@ def test_ranks_decode_the_trees_that_one_process_decodes(
         for params in requests:
             for _ in islice(runtime.decode("tree", PROMPT, params, stop_for(params), DecodeStats(num_stages)), 3):
                 pass  # nobody listens to the rest
-            stats = DecodeStats(num_stages)
-            trees = list(runtime.decode("tree", PROMPT, params, stop_for(params), stats))
+            trees, stats = decoded(runtime, PROMPT, params, "tree")
             chain, _ = decoded(runtime, PROMPT, params)
             answers.append((trees, stats, chain, decoded(runtime, PROMPT, params, "plain")[0]))
         return answers

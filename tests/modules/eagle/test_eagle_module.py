@@ -23,10 +23,7 @@ from spd_lightning.modules.target import FrozenTarget
 from spd_lightning.modules.tiny_target import save_tiny_target
 from tests.modules.eagle.drafters import make_eagle
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:LightningCLI's args parameter"),
-    pytest.mark.filterwarnings("ignore:Experiment logs directory"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Experiment logs directory")
 CALLBACKS = [
     {"class_path": "spd_lightning.callbacks.DrafterCheckpoint", "init_args": {"monitor": "val/s0_k7"}},
     {"class_path": "spd_lightning.callbacks.AcceptanceReport"},
